@@ -1,0 +1,1 @@
+"""PyTorch and Triton kernels: HyTopK, selection replay, baselines and their profiling."""

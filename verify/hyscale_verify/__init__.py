@@ -1,0 +1,1 @@
+"""Property-based verification of selection kernels: strategies, properties, planted bugs, targets."""
