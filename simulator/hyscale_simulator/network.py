@@ -1,0 +1,231 @@
+"""The network as plain figures: levels, ports, measured tables, and how a group of ranks lies on them.
+
+Ranks are numbered node by node. A *level* is one tier of connection, innermost first: NVLink within a node,
+then leaf switch, spine and so on. Two ranks talk at the first level whose unit holds both. Bandwidths are
+what one port achieves in one direction (not a data sheet's sum of both); bytes are bytes, never elements.
+
+`collectives.py` turns these into times. Everything here is immutable, so prices may be memoised by value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+__all__ = ["CopyKernel", "Fabric", "Group", "InSwitchReduction", "Level", "Table"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One tier of the network.
+
+    Between two ranks whose closest common unit is of this level, a step costs `alpha_us` and bytes flow at
+    `bandwidth_gbytes_per_s` (1e9 bytes per second, one direction, one port). A node has `ports_per_node`
+    ports to this level, shared by its ranks: 8 for NVLink in a node of 8, 4 where two GPUs share a NIC.
+    `oversubscription` is how many times a unit's ports outnumber its uplinks (1: full bisection).
+    """
+
+    name: str
+    ranks: int
+    """Ranks in one unit of this level: 8 in a node, 256 under a leaf of 32 such nodes."""
+    alpha_us: float
+    bandwidth_gbytes_per_s: float
+    ports_per_node: int
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.ports_per_node < 1:
+            raise ValueError(
+                f"level {self.name!r}: ranks {self.ranks}, ports_per_node {self.ports_per_node}; "
+                "at least 1 is wanted"
+            )
+        if not (math.isfinite(self.alpha_us) and self.alpha_us >= 0):
+            raise ValueError(f"level {self.name!r}: alpha_us is {self.alpha_us}; at least 0 is wanted")
+        if not self.bandwidth_gbytes_per_s > 0:
+            raise ValueError(
+                f"level {self.name!r}: bandwidth_gbytes_per_s is {self.bandwidth_gbytes_per_s}; "
+                "more than 0 is wanted"
+            )
+        if not self.oversubscription >= 1:
+            raise ValueError(
+                f"level {self.name!r}: oversubscription is {self.oversubscription}; at least 1 is wanted"
+            )
+
+
+@dataclass(frozen=True)
+class InSwitchReduction:
+    """All-reduce done by the NVLink switch (NVLS): a latency, and the bus bandwidth it reaches.
+
+    Bus bandwidth is NCCL's: 2(n-1)/n times the bytes, over the time. The switch halves the traffic, so it may
+    exceed what a port carries.
+    """
+
+    alpha_us: float
+    bus_gbytes_per_s: float
+
+
+@dataclass(frozen=True)
+class CopyKernel:
+    """What an expert dispatch or combine kernel (DeepEP-like) adds to the wires.
+
+    `alpha_us` is its floor for no tokens; `gbytes_per_s` the most it copies per rank with all the SMs it can
+    use, counting copies that stay on the rank, as DeepEP counts; `gbytes_per_s_per_sm` the same for one SM.
+    """
+
+    alpha_us: float
+    gbytes_per_s: float
+    gbytes_per_s_per_sm: float
+
+    def bandwidth(self, sms: int) -> float:
+        """GB/s with that many SMs."""
+        return min(self.gbytes_per_s, sms * self.gbytes_per_s_per_sm)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured times of one collective on `ranks` ranks of one node.
+
+    `num_bytes` ascend strictly; they count the whole result (what is gathered, reduced or exchanged per
+    rank).
+    """
+
+    op: str
+    ranks: int
+    num_bytes: tuple[int, ...]
+    latency_us: tuple[float, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        where = f"table {self.op!r} of {self.ranks} ranks"
+        if not self.num_bytes or len(self.num_bytes) != len(self.latency_us):
+            raise ValueError(
+                f"{where}: {len(self.num_bytes)} sizes and {len(self.latency_us)} latencies; "
+                "as many of both, and at least one, are wanted"
+            )
+        if self.num_bytes[0] < 1 or any(
+            a >= b for a, b in zip(self.num_bytes, self.num_bytes[1:], strict=False)
+        ):
+            raise ValueError(
+                f"{where}: num_bytes have to be at least 1 and to ascend strictly: {self.num_bytes}"
+            )
+        if not all(math.isfinite(t) and t > 0 for t in self.latency_us):
+            raise ValueError(f"{where}: latencies have to be above 0: {self.latency_us}")
+
+    @cached_property
+    def _log(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.log(self.num_bytes), np.log(self.latency_us)
+
+    def lookup(self, num_bytes: float) -> tuple[float, str]:
+        """(latency_us, how): a measured point exactly; between two, straight in log-log space.
+
+        Beyond the last the bus bandwidth is held, so time grows with bytes; below the first the latency is
+        held, which is the floor of launching and synchronising. `how` is "measured", "interpolated" or
+        "extrapolated".
+        """
+        sizes = self.num_bytes
+        at = int(np.searchsorted(sizes, num_bytes))
+        if at < len(sizes) and sizes[at] == num_bytes:
+            return self.latency_us[at], "measured"
+        if at == 0:
+            return self.latency_us[0], "extrapolated"
+        if at == len(sizes):
+            return self.latency_us[-1] * num_bytes / sizes[-1], "extrapolated"
+        return float(np.exp(np.interp(math.log(num_bytes), *self._log))), "interpolated"
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the ranks of one communicator lie on the nodes: `per_node` on each of `nodes`.
+
+    `active_per_node` ranks of a node communicate at the same time, those of this group and of its siblings
+    (eight data-parallel groups, one on each GPU); they share the node's ports.
+    """
+
+    ranks: int
+    per_node: int
+    level: int
+    """Number of the outermost level that the group crosses; 0 within one node."""
+    active_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.per_node
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A cluster's network. `levels[0]` is the node; each further level's unit is a multiple of the one before."""
+
+    levels: tuple[Level, ...]
+    in_switch_reduction: InSwitchReduction | None = None
+    copy_kernel: CopyKernel | None = None
+    tables: tuple[Table, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError("levels: empty; at least the node's level is wanted")
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
+                raise ValueError(
+                    f"level {outer.name!r}: {outer.ranks} ranks; a larger multiple of the "
+                    f"{inner.ranks} of {inner.name!r} is wanted"
+                )
+        if self.levels[0].ports_per_node != self.levels[0].ranks:
+            raise ValueError(
+                f"level {self.levels[0].name!r}: {self.levels[0].ports_per_node} ports for "
+                f"{self.levels[0].ranks} ranks; within a node each rank has its own"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.levels[0].ranks
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole cluster."""
+        return self.levels[-1].ranks
+
+    def group(self, ranks: int, stride: int = 1, *, active_per_node: int | None = None) -> Group:
+        """The group of ranks 0, stride, 2·stride, …, aligned as parallel layouts place it.
+
+        By default every rank of a node is taken to communicate at once, each in its own such group.
+        ValueError if the group does not fill nodes evenly or is larger than the cluster.
+        """
+        node = self.ranks_per_node
+        if ranks < 1 or stride < 1:
+            raise ValueError(f"group of {ranks} ranks with stride {stride}: both have to be at least 1")
+        if ranks * stride > self.ranks:
+            raise ValueError(
+                f"group of {ranks} ranks with stride {stride}: spans {ranks * stride} ranks, but the "
+                f"cluster has {self.ranks}"
+            )
+        per_node = min(ranks, max(1, node // stride))
+        if ranks % per_node or (ranks > per_node and node % stride and stride % node):
+            raise ValueError(
+                f"group of {ranks} ranks with stride {stride}: does not fill nodes of {node} evenly"
+            )
+        span = (ranks - 1) * stride + 1
+        level = 0 if ranks == per_node else next(i for i, lv in enumerate(self.levels) if lv.ranks >= span)
+        active = node if active_per_node is None else active_per_node
+        if not per_node <= active <= node:
+            raise ValueError(f"active_per_node: {active}; {per_node} (the group's own) to {node} is wanted")
+        return Group(ranks, per_node, level, active)
+
+    def table(self, op: str, ranks: int) -> Table | None:
+        """The measured table of that collective on that many ranks of a node, if there is one."""
+        return next((t for t in self.tables if (t.op, t.ranks) == (op, ranks)), None)
+
+    def node_bandwidth(self, group: Group) -> float:
+        """GB/s, one direction, at which the group's ranks of one node together reach other nodes."""
+        level = self.levels[group.level]
+        share = group.per_node / group.active_per_node
+        return level.bandwidth_gbytes_per_s * level.ports_per_node * share / level.oversubscription
+
+    def rank_bandwidth(self, group: Group) -> float:
+        """GB/s, one direction, of one rank towards the outermost level of the group."""
+        if group.level == 0:
+            return self.levels[0].bandwidth_gbytes_per_s
+        return self.node_bandwidth(group) / group.per_node
