@@ -264,6 +264,8 @@ class GraphBuilder:
             self._transfers[task] = transfer
         if sm_taken:
             for taken_from, fraction in sm_taken.items():
+                if taken_from in streams:
+                    raise ValueError(f"task {name!r}: takes SMs of its own stream {taken_from!r}")
                 if not 0.0 < fraction < 1.0:
                     raise ValueError(
                         f"task {name!r}: takes {fraction} of the SMs of {taken_from!r}; (0, 1) is wanted"
