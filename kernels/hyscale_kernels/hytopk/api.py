@@ -1,0 +1,300 @@
+"""HyTopK: the exact top-k keys of each query of a learned sparse attention, without the score table.
+
+The contract is in ``hytopk``'s docstring; README.md beside this file says why it holds.
+"""
+
+import torch
+
+from .compact import launch_compact
+from .plan import MAX_TOP_K, Plan, workspace_bound
+from .prepare import launch_prepare
+from .repair import launch_repair
+from .rescore import launch_rescore
+from .scan import launch_scan
+from .score import INTERPRET, launch_dense
+from .select import launch_select
+from .selection import Selection, Stats, check_scales, check_windows
+from .threshold import launch_threshold
+
+# The operator lives under the name of the package that defines it, so that a copy of the package
+# (a planted bug, a second version to compare with) registers its own.
+NAMESPACE = __name__.partition(".")[0]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+MAX_HEADS = 128
+MAX_HEAD_SIZE = 256
+
+
+def hytopk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    top_k: int,
+    *,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    return_scores: bool = False,
+    validate: bool = False,
+    plan: Plan | None = None,
+) -> Selection:
+    """The ``top_k`` best keys of every query row, exactly, in ascending order.
+
+    Row t ranks the keys j in [start[t], end[t]) by
+    ``s[t, j] = k_scale[j] * sum_h w[t, h] * relu(q[t, h] . k[j])``, computed in float32 by one fixed
+    routine (score.py), higher first, then smaller j. -0 equals +0, infinities are ordinary, and NaN is
+    never selected and is counted.
+
+    Args:
+        q: [T, H, D], bfloat16, float16 or float8_e4m3fn, contiguous last axis; H <= 128, D <= 256.
+            float32 under Triton's interpreter only.
+        k: [S, D], dtype and device of q, contiguous last axis.
+        w: [T, H] float32, contiguous last axis; q's fp8 scale and any constant factor folded in.
+        top_k: K, 1 to 8192. More than the window holds is allowed: the row then selects every key.
+        start, end: int32 [T], contiguous, the window of each row; empty windows are allowed. Neither
+            given: causal, for T == S. One given: the other is 0 or S. A row whose window is not
+            0 <= start <= end <= S selects nothing and is flagged in ``stats.invalid``.
+        k_scale: float32 [S], contiguous, for float8 keys and only for them. A key whose scale is not
+            positive and finite scores NaN.
+        return_scores: also return the selected scores.
+        validate: wait for the device and raise on an invalid window or scale. CPU tensors always are
+            checked.
+        plan: sizes of tiles and buffers; they never change the result. Default: Plan.default.
+
+    Returns:
+        Selection. A row's result depends on that row's inputs alone, bit for bit: not on the run, the
+        stream, the grid, the chunking of T or the plan. Workspace beside the outputs is at most
+        16 * T * K bytes + 64 MiB, whatever S is.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, rank, shape, stride or device, or
+            top_k is out of range; the message names it, what came and what is allowed.
+    """
+    _check(q, k, w, start, end, k_scale)
+    top_k = _check_top_k(top_k)
+    plan = _plan(q, k, top_k, plan)
+    indices, count, scores, nans, rescored, candidates, invalid = _hytopk(
+        q.detach(), k.detach(), w.detach(), top_k, start, end, k_scale, return_scores, plan.as_ints()
+    )
+    selection = Selection(
+        indices=indices,
+        count=count,
+        scores=scores if return_scores else None,
+        stats=Stats(nan_scores=nans, rescored=rescored, candidates=candidates, invalid=invalid),
+        _start=start,
+        _end=end,
+        _k_scale=k_scale,
+        _num_keys=k.shape[0],
+    )
+    if validate:
+        selection.check()
+    return selection
+
+
+def dense_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """The scores HyTopK ranks, bit for bit, as a table: float32 [T, S], -inf outside the windows.
+
+    For verification and small problems; arguments and errors as ``hytopk``. NaN is kept, -0 is +0.
+    """
+    _check(q, k, w, start, end, k_scale)
+    plan = _plan(q, k, 1, plan)
+    if q.device.type == "cpu":
+        check_windows(start, end, k.shape[0])
+        check_scales(k_scale)
+    with torch.cuda.device_of(q):
+        lo, hi, _ = launch_prepare(start, end, q.shape[0], k.shape[0], q.device)
+        return launch_dense(q.detach(), k.detach(), w.detach(), k_scale, lo, hi, plan)
+
+
+def workspace_bytes(T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: str = "cuda") -> int:
+    """Peak bytes that ``hytopk`` allocates beside its outputs; at most 16 * T * top_k + 64 MiB."""
+    size = Plan.default(T, S, H, D, _check_top_k(top_k), dtype, device).workspace_bytes(T, S)
+    assert size <= workspace_bound(T, top_k), (size, workspace_bound(T, top_k))
+    return size
+
+
+@torch.library.custom_op(f"{NAMESPACE}::hytopk", mutates_args=())
+def _hytopk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    top_k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    return_scores: bool,
+    plan: list[int],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    sizes = Plan.from_ints(plan)
+    T, S, device = q.shape[0], k.shape[0], q.device
+    if device.type == "cpu":
+        check_windows(start, end, S)
+        check_scales(k_scale)
+    indices, count, scores, nans, pending, filled, _ = _outputs(q, top_k, return_scores)
+    wanted = scores if return_scores else None
+    with torch.cuda.device_of(q):
+        lo, hi, invalid = launch_prepare(start, end, T, S, device)
+        for row0 in range(0, T, sizes.row_chunk):
+            R = min(sizes.row_chunk, T - row0)
+            kept = filled[row0 : row0 + R]
+            scan_hi, threshold = launch_threshold(q, k, w, k_scale, lo, hi, kept, row0, top_k, sizes)
+            buffer = torch.empty((R, sizes.capacity), dtype=torch.int32, device=device)
+            words = (min(sizes.key_chunk, S) + 31) // 32
+            bitmap = torch.empty((R, words), dtype=torch.int32, device=device)
+            for key0 in range(0, S, sizes.key_chunk):
+                key1 = min(key0 + sizes.key_chunk, S)
+                launch_scan(q, k, w, k_scale, lo, scan_hi, threshold, bitmap, row0, key0, key1, sizes)
+                launch_compact(bitmap, lo, scan_hi, kept, buffer, row0, key0, key1, sizes)
+            del bitmap
+            keys = launch_rescore(q, k, w, k_scale, buffer, kept, row0, sizes)
+            launch_select(
+                buffer, keys, kept, threshold, lo, hi, indices, count, wanted, nans, pending, row0, top_k, sizes
+            )
+            launch_repair(
+                q,
+                k,
+                w,
+                k_scale,
+                lo,
+                hi,
+                pending,
+                buffer,
+                keys,
+                indices,
+                count,
+                wanted,
+                nans,
+                row0,
+                top_k,
+                sizes,
+            )
+            del buffer, keys
+    return indices, count, scores, nans, pending, filled, invalid
+
+
+@_hytopk.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    top_k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    return_scores: bool,
+    plan: list[int],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    return _outputs(q, top_k, return_scores)
+
+
+def _outputs(
+    q: torch.Tensor, top_k: int, return_scores: bool
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    """Unwritten results: indices, count, scores, and the four per-row statistics."""
+    T = q.shape[0]
+    indices = q.new_empty((T, top_k), dtype=torch.int32)
+    scores = q.new_empty((T, top_k if return_scores else 0), dtype=torch.float32)
+    count, nans, pending, filled, invalid = (q.new_empty((T,), dtype=torch.int32) for _ in range(5))
+    return indices, count, scores, nans, pending, filled, invalid
+
+
+def _check_top_k(top_k: int) -> int:
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {MAX_TOP_K}")
+    return top_k
+
+
+def _plan(q: torch.Tensor, k: torch.Tensor, top_k: int, plan: Plan | None) -> Plan:
+    if plan is None:
+        return Plan.default(q.shape[0], k.shape[0], q.shape[1], q.shape[2], top_k, q.dtype, q.device)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
+    plan.check(top_k)
+    return plan
+
+
+def _tensor(name: str, value: object, axes: str, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """``value`` as a tensor with the axes and one of the dtypes wanted; else TypeError or ValueError."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor [{axes}], got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} is {str(value.dtype).removeprefix('torch.')}; allowed: {allowed}")
+    rank = len(axes.split(", "))
+    if value.dim() != rank:
+        raise ValueError(f"{name} has shape {list(value.shape)}; it must have {rank} axes [{axes}]")
+    if value.numel() and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {list(value.stride())}; its last axis must be contiguous")
+    return value
+
+
+def _check(q: object, k: object, w: object, start: object, end: object, k_scale: object) -> None:
+    """Raise TypeError or ValueError unless the arguments meet the contract (values are not looked at)."""
+    q = _tensor("q", q, "T, H, D", (*LOW_PRECISION, torch.float32))
+    k = _tensor("k", k, "S, D", (*LOW_PRECISION, torch.float32))
+    w = _tensor("w", w, "T, H", (torch.float32,))
+    (T, H, D), S = q.shape, k.shape[0]
+    if q.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"q is on {q.device}; HyTopK runs on cuda, or on cpu under Triton's interpreter")
+    if q.device.type == "cpu" and not INTERPRET:
+        raise ValueError(
+            "q is on cpu; HyTopK's kernels run there only under Triton's interpreter: set "
+            "TRITON_INTERPRET=1 before hyscale_kernels is imported"
+        )
+    if q.device.type == "cuda" and INTERPRET:
+        raise ValueError(
+            f"q is on {q.device}, but TRITON_INTERPRET=1 was set when hyscale_kernels was imported; "
+            "unset it to run on the GPU"
+        )
+    if q.dtype == torch.float32 and q.device.type == "cuda":
+        raise TypeError("q is float32; on cuda it must be bfloat16, float16 or float8_e4m3fn")
+    if k.dtype != q.dtype:
+        raise TypeError(f"k is {k.dtype} and q is {q.dtype}; they must have the same dtype")
+    if not 1 <= H <= MAX_HEADS:
+        raise ValueError(f"q has {H} heads (shape {list(q.shape)}); allowed: 1 to {MAX_HEADS}")
+    if not 1 <= D <= MAX_HEAD_SIZE:
+        raise ValueError(f"q has head size {D} (shape {list(q.shape)}); allowed: 1 to {MAX_HEAD_SIZE}")
+    if k.shape[1] != D:
+        raise ValueError(f"k has shape {list(k.shape)}; with q {list(q.shape)} it must be [S, {D}]")
+    if tuple(w.shape) != (T, H):
+        raise ValueError(f"w has shape {list(w.shape)}; with q {list(q.shape)} it must be [{T}, {H}]")
+    if S >= 2**31:
+        raise ValueError(f"k has {S} keys; at most {2**31 - 1} are allowed")
+    given: dict[str, torch.Tensor] = {"k": k, "w": w}
+    for name, value in (("start", start), ("end", end)):
+        if value is not None:
+            bound = given[name] = _tensor(name, value, "T", (torch.int32,))
+            if bound.shape[0] != T:
+                raise ValueError(f"{name} has shape {list(bound.shape)}; with {T} query rows it must be [{T}]")
+    if start is None and end is None and T != S:
+        raise ValueError(
+            f"start and end are missing; the causal default needs as many queries as keys, got T = {T}, S = {S}"
+        )
+    if q.dtype == torch.float8_e4m3fn:
+        if k_scale is None:
+            raise ValueError("k_scale is missing; float8 keys need their scales, float32 [S]")
+        scale = given["k_scale"] = _tensor("k_scale", k_scale, "S", (torch.float32,))
+        if scale.shape[0] != S:
+            raise ValueError(f"k_scale has shape {list(scale.shape)}; with {S} keys it must be [{S}]")
+    elif k_scale is not None:
+        raise ValueError(f"k_scale is for float8 keys only; q and k are {q.dtype}")
+    for name, value in given.items():
+        if value.device != q.device:
+            raise ValueError(f"{name} is on {value.device} and q is on {q.device}; they must be on one device")

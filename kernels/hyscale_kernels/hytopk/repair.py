@@ -1,0 +1,154 @@
+"""Stage 6, repair: rows whose threshold missed are selected without one, exactly, on the device.
+
+One program streams all keys of one pending row in ascending order and keeps a running top K: keys that
+beat the current K-th best are appended to the row's buffer, and a full buffer is cut back to its K best.
+A later key that only equals the K-th best loses by the tie rule, so plateaus cost nothing. No input can
+overflow this stage; it is the reason that overflow elsewhere never truncates.
+
+The buffer is the row's candidate buffer. It is written and read by the same program, so every change
+of role is fenced by a barrier.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .plan import Plan, padded
+from .score import NEVER, key_scale, load_keys, load_query, ordered, row_scores, unordered
+from .select import cut
+
+
+@triton.jit(do_not_specialize=["row0", "S", "capacity", "top_k"])
+def _repair_kernel(
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    k_scale_ptr,
+    lo_ptr,
+    hi_ptr,
+    pending_ptr,
+    buffer_index_ptr,
+    buffer_key_ptr,
+    index_ptr,
+    count_ptr,
+    score_ptr,
+    nan_ptr,
+    row0,
+    S,
+    capacity,
+    top_k,
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    w_stride_t,
+    HAS_SCALE: tl.constexpr,
+    WITH_SCORES: tl.constexpr,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Select row program_id(0) of the chunk if it is pending."""
+    r = tl.program_id(0)
+    row = (row0 + r).to(tl.int64)
+    if tl.load(pending_ptr + row) != 0:
+        lo = tl.load(lo_ptr + row)
+        hi = tl.load(hi_ptr + row)
+        b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
+        p_index = buffer_index_ptr + r.to(tl.int64) * capacity
+        p_key = buffer_key_ptr + r.to(tl.int64) * capacity
+        o_c = tl.arange(0, C)
+        used = 0
+        nans = 0
+        bar = NEVER
+        for s in tl.range(lo, hi, N, num_stages=1):
+            if used + N > capacity:
+                tl.debug_barrier()
+                held = tl.load(p_key + o_c, mask=o_c < used, other=NEVER)
+                index = tl.load(p_index + o_c, mask=o_c < used, other=0)
+                taken, position, count, last = cut(held[None, :], top_k)
+                tl.debug_barrier()
+                tl.store(p_key + position, held[None, :], mask=taken)
+                tl.store(p_index + position, index[None, :], mask=taken)
+                tl.debug_barrier()
+                used = tl.sum(count)
+                bar = tl.max(last)
+            o_s = s + tl.arange(0, N)
+            keys = tl.minimum(o_s, S - 1).to(tl.int64)
+            b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
+            score = row_scores(b_q, w_ptr, w_stride_t, row, b_k, H, H_PAD, N)
+            if HAS_SCALE:
+                score = score * key_scale(k_scale_ptr, keys)
+            key = ordered(score)
+            nans += tl.sum(((o_s < hi) & (key == NEVER)).to(tl.int32))
+            better = ((o_s < hi) & (key > bar)).to(tl.int32)
+            position = used + tl.cumsum(better, axis=0) - 1
+            tl.store(p_key + position, key, mask=better != 0)
+            tl.store(p_index + position, o_s, mask=better != 0)
+            used += tl.sum(better)
+        tl.debug_barrier()
+        held = tl.load(p_key + o_c, mask=o_c < used, other=NEVER)
+        index = tl.load(p_index + o_c, mask=o_c < used, other=0)
+        taken, position, count, _ = cut(held[None, :], top_k)
+        # The tail is already -1 (and -inf): selection wrote the whole row when it left it pending.
+        tl.store(index_ptr + row * top_k + position, index[None, :], mask=taken)
+        if WITH_SCORES:
+            tl.store(score_ptr + row * top_k + position, unordered(held)[None, :], mask=taken)
+        tl.store(count_ptr + row, tl.sum(count))
+        tl.store(nan_ptr + row, nans)
+
+
+def launch_repair(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    pending: torch.Tensor,
+    buffer_index: torch.Tensor,
+    buffer_key: torch.Tensor,
+    indices: torch.Tensor,
+    count: torch.Tensor,
+    scores: torch.Tensor | None,
+    nans: torch.Tensor,
+    row0: int,
+    top_k: int,
+    plan: Plan,
+) -> None:
+    """Select the pending rows among row0 .. row0+R-1, using their candidate buffers [R, capacity]."""
+    H, D, S = q.shape[1], q.shape[2], k.shape[0]
+    _repair_kernel[(buffer_index.shape[0],)](
+        q,
+        k,
+        w,
+        k if k_scale is None else k_scale,
+        lo,
+        hi,
+        pending,
+        buffer_index,
+        buffer_key,
+        indices,
+        count,
+        indices if scores is None else scores,
+        nans,
+        row0,
+        S,
+        plan.capacity,
+        top_k,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        w.stride(0),
+        HAS_SCALE=k_scale is not None,
+        WITH_SCORES=scores is not None,
+        H=H,
+        H_PAD=max(16, triton.next_power_of_2(H)),
+        D=D,
+        D_PAD=padded(D, q.dtype),
+        N=plan.gather,
+        C=plan.capacity,
+        num_warps=min(16, max(4, plan.capacity // 1024)),
+    )

@@ -1,0 +1,139 @@
+"""Stage 2, scan: every score is computed, compared with the row's threshold, and forgotten.
+
+What leaves the kernel is one bit a key: 1 where the score reaches the threshold or is NaN (NaN is
+counted and dropped by the rescoring; the comparison that admits it costs nothing). Thirty-two keys make
+a word, so the map is 1/32 the size of a score table and is bounded by the plan's key chunk.
+
+Measured on an H200: appending candidates from here costs 20 to 35 % even when they are rare, because
+the predicated code is issued for every element; the bitmap costs 2 %.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .plan import Plan, padded
+from .score import key_scale, load_keys_transposed, tile_scores
+from .threshold import tile_window
+
+
+@triton.jit
+def window_bits(lo, hi, first):
+    """uint32 mask of the keys first .. first+31 that lie in [lo, hi)."""
+    below = tl.minimum(tl.maximum(lo - first, 0), 32).to(tl.uint64)
+    above = tl.minimum(tl.maximum(hi - first, 0), 32).to(tl.uint64)
+    one = tl.full(below.shape, 1, tl.uint64)
+    return tl.where(hi > lo, ((one << above) - 1) & ~((one << below) - 1), 0).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["row0", "R", "S", "key0", "key1", "segment", "words"])
+def _scan_kernel(
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    k_scale_ptr,
+    lo_ptr,
+    scan_hi_ptr,
+    threshold_ptr,
+    bitmap_ptr,
+    row0,
+    R,
+    S,
+    key0,
+    key1,
+    segment,
+    words,
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    w_stride_t,
+    HAS_SCALE: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BT: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Bitmap words of row tile program_id(0), key segment program_id(1) of the chunk [key0, key1).
+
+    Only tiles that some row's window meets are written; compaction reads no other word.
+    """
+    o_r = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = o_r < R
+    o_r = tl.minimum(o_r, R - 1)
+    rows = (row0 + o_r).to(tl.int64)
+    lo = tl.load(lo_ptr + rows)
+    hi = tl.load(scan_hi_ptr + o_r)
+    threshold = tl.load(threshold_ptr + o_r)
+    first, last = tile_window(lo, hi)
+    begin = key0 + tl.program_id(1) * segment
+    finish = tl.minimum(tl.minimum(begin + segment, key1), last)
+    begin = tl.maximum(begin, key0 + (first - key0) // BS * BS)
+    o_w = tl.arange(0, BS // 32)
+    for s in range(begin, finish, BS):
+        keys = tl.minimum(s + tl.arange(0, BS), S - 1).to(tl.int64)
+        b_k = load_keys_transposed(k_ptr, k_stride, keys, D, D_PAD)
+        score = tile_scores(
+            q_ptr, q_stride_t, q_stride_h, w_ptr, w_stride_t, rows, b_k, H, D, D_PAD, BT, BS, STAGES
+        )
+        if HAS_SCALE:
+            score = score * key_scale(k_scale_ptr, keys)[None, :]
+        kept = tl.where(score < threshold[:, None], 0, 1).to(tl.uint32)
+        kept = tl.reshape(kept, (BT, BS // 32, 32)) << tl.arange(0, 32).to(tl.uint32)[None, None, :]
+        word = tl.sum(kept, axis=2) & window_bits(lo[:, None], hi[:, None], s + 32 * o_w[None, :])
+        o_word = (s - key0) // 32 + o_w
+        pointers = bitmap_ptr + o_r.to(tl.int64)[:, None] * words + o_word[None, :]
+        tl.store(pointers, word.to(tl.int32, bitcast=True), mask=live[:, None] & (o_word < words)[None, :])
+
+
+def launch_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    lo: torch.Tensor,
+    scan_hi: torch.Tensor,
+    threshold: torch.Tensor,
+    bitmap: torch.Tensor,
+    row0: int,
+    key0: int,
+    key1: int,
+    plan: Plan,
+) -> None:
+    """Fill bitmap int32 [R, words] for rows row0 .. row0+R-1 and keys [key0, key1).
+
+    key0 is a multiple of plan.tile_keys; lo covers all rows of the call, scan_hi and threshold the chunk.
+    """
+    H, D, S = q.shape[1], q.shape[2], k.shape[0]
+    R, words = bitmap.shape
+    segment = plan.segment_keys(R, key1 - key0)
+    _scan_kernel[(triton.cdiv(R, plan.tile_rows), triton.cdiv(key1 - key0, segment))](
+        q,
+        k,
+        w,
+        k if k_scale is None else k_scale,
+        lo,
+        scan_hi,
+        threshold,
+        bitmap,
+        row0,
+        R,
+        S,
+        key0,
+        key1,
+        segment,
+        words,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        w.stride(0),
+        HAS_SCALE=k_scale is not None,
+        H=H,
+        D=D,
+        D_PAD=padded(D, q.dtype),
+        BT=plan.tile_rows,
+        BS=plan.tile_keys,
+        STAGES=plan.stages,
+        num_warps=plan.warps,
+    )

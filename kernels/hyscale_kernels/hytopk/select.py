@@ -1,0 +1,148 @@
+"""Stage 5, selection: the exact K best of a row's candidates, ties by smaller key, ascending.
+
+The K-th best score is found by bisection over ordered int32 scores; keys above it are all taken, keys
+equal to it are taken from the left until K are reached. The candidates are sorted by key, so one
+cumulative sum gives both the tie rule and the ascending order of the result.
+
+A row is left pending for repair when its buffer overflowed, or when fewer than K candidates came
+through although the window holds more.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .plan import Plan
+from .score import NEVER, unordered
+
+
+@triton.jit
+def cut(key, top_k):
+    """Which of the ordered scores ``key`` [ROWS, C] (NEVER where there is none) are the top_k best.
+
+    Columns are keys in ascending order. Returns (taken [ROWS, C] bool, position [ROWS, C] of each taken
+    column among the taken, count [ROWS], last [ROWS]: the smallest taken score, or NEVER when every
+    column that is not NEVER was taken).
+    """
+    some = key != NEVER
+    present = tl.sum(some.to(tl.int32), axis=1)
+    # Invariant: at least top_k columns reach low (rows with more than top_k columns).
+    low = tl.min(tl.where(some, key, 2**31 - 1), axis=1)
+    high = tl.max(key, axis=1)
+    crowded = present > top_k
+    low = tl.where(crowded, low, NEVER)
+    high = tl.where(crowded, high, NEVER)
+    while tl.max((low < high).to(tl.int32)) > 0:
+        middle = low + ((high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
+        enough = tl.sum((key >= middle[:, None]).to(tl.int32), axis=1) >= top_k
+        open_ = low < high
+        low = tl.where(open_ & enough, middle, low)
+        high = tl.where(open_ & ~enough, middle - 1, high)
+    above = key > low[:, None]
+    equal = (key == low[:, None]) & some
+    room = top_k - tl.sum(above.to(tl.int32), axis=1)
+    # One cumulative sum for both: columns above in the low half of the word, equal ones in the high.
+    ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=1)
+    ranks_equal = ranks >> 16
+    taken = above | (equal & (ranks_equal <= room[:, None]))
+    position = (ranks & 0xFFFF) + tl.minimum(ranks_equal, room[:, None]) - 1
+    return taken, position, tl.minimum(present, top_k), low
+
+
+@triton.jit(do_not_specialize=["row0", "R", "capacity", "top_k"])
+def _select_kernel(
+    candidate_ptr,
+    key_ptr,
+    filled_ptr,
+    threshold_ptr,
+    lo_ptr,
+    hi_ptr,
+    index_ptr,
+    count_ptr,
+    score_ptr,
+    nan_ptr,
+    pending_ptr,
+    row0,
+    R,
+    capacity,
+    top_k,
+    WITH_SCORES: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Result of ROWS rows a program, and whether each is pending for repair."""
+    o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = o_r < R
+    o_r = tl.minimum(o_r, R - 1)
+    rows = (row0 + o_r).to(tl.int64)
+    filled = tl.load(filled_ptr + o_r)
+    length = tl.load(hi_ptr + rows) - tl.load(lo_ptr + rows)
+    whole = (filled >= 0) & (filled <= capacity)
+    o_c = tl.arange(0, C)
+    mask = (whole & live)[:, None] & (o_c[None, :] < filled[:, None])
+    offsets = o_r.to(tl.int64)[:, None] * capacity + o_c[None, :]
+    key = tl.load(key_ptr + offsets, mask=mask, other=NEVER)
+    index = tl.load(candidate_ptr + offsets, mask=mask, other=0)
+    taken, position, count, _ = cut(key, top_k)
+    nans = tl.sum((mask & (key == NEVER)).to(tl.int32), axis=1)
+    # With a threshold of -inf every key of the window is a candidate: few of them is no miss.
+    complete = tl.load(threshold_ptr + o_r) == float("-inf")
+    pending = (~whole) | ((count < tl.minimum(length, top_k)) & ~complete)
+    taken = taken & ~pending[:, None]
+    count = tl.where(pending, 0, count)
+    p_index = index_ptr + rows[:, None] * top_k
+    tl.store(p_index + position, index, mask=taken)
+    if WITH_SCORES:
+        tl.store(score_ptr + rows[:, None] * top_k + position, unordered(key), mask=taken)
+    for i in range(0, top_k, BLOCK):
+        o_k = i + tl.arange(0, BLOCK)
+        tail = live[:, None] & (o_k[None, :] >= count[:, None]) & (o_k < top_k)[None, :]
+        tl.store(p_index + o_k[None, :], -1, mask=tail)
+        if WITH_SCORES:
+            tl.store(score_ptr + rows[:, None] * top_k + o_k[None, :], float("-inf"), mask=tail)
+    tl.store(count_ptr + rows, count, mask=live)
+    tl.store(nan_ptr + rows, nans, mask=live)
+    tl.store(pending_ptr + rows, pending.to(tl.int32), mask=live)
+
+
+def launch_select(
+    candidates: torch.Tensor,
+    keys: torch.Tensor,
+    filled: torch.Tensor,
+    threshold: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    indices: torch.Tensor,
+    count: torch.Tensor,
+    scores: torch.Tensor | None,
+    nans: torch.Tensor,
+    pending: torch.Tensor,
+    row0: int,
+    top_k: int,
+    plan: Plan,
+) -> None:
+    """Write the result of rows row0 .. row0+R-1; lo, hi and the results cover all rows of the call."""
+    R = filled.shape[0]
+    _select_kernel[(triton.cdiv(R, plan.row_group),)](
+        candidates,
+        keys,
+        filled,
+        threshold,
+        lo,
+        hi,
+        indices,
+        count,
+        indices if scores is None else scores,
+        nans,
+        pending,
+        row0,
+        R,
+        plan.capacity,
+        top_k,
+        WITH_SCORES=scores is not None,
+        C=plan.capacity,
+        ROWS=plan.row_group,
+        BLOCK=max(256 // plan.row_group, 16),
+        num_warps=min(16, max(4, plan.capacity // 1024)),
+    )

@@ -1,0 +1,219 @@
+"""Stage 1, threshold: a score that about K to 2 K keys of a row reach, guessed from a sample.
+
+Each row tile scores one strided, jittered sample of the keys its rows can see; each row then takes the
+m-th best of the samples inside its own window, where m lies CAUTION standard deviations above the
+number of samples expected among the row's K best. The guess may be wrong: a row that keeps too few or
+too many candidates is repaired, so the threshold decides speed and never the result.
+
+Rows that need no threshold (window not longer than the candidate buffer) get -inf: every key is kept.
+Rows whose sample already shows a plateau too wide for the buffer go straight to repair.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .plan import Plan, padded
+from .score import NEVER, key_scale, load_keys_transposed, ordered, tile_scores, unordered
+
+# Standard deviations between the expected number of samples among the K best and the chosen rank.
+CAUTION = tl.constexpr(4.5)
+
+
+@triton.jit
+def sample_keys(i, lo, hi, samples):
+    """The key of sample ``i`` of ``samples`` over [lo, hi), hi > lo: strided, jittered inside its stride."""
+    span = (hi - lo).to(tl.int64)
+    stride = span // samples
+    jitter = ((i.to(tl.uint32) * 2654435769) >> 8).to(tl.int64)
+    return lo + (i.to(tl.int64) * span) // samples + jitter % tl.maximum(stride, 1)
+
+
+@triton.jit
+def tile_window(lo, hi):
+    """Smallest [first, last) that covers the non-empty windows of a tile; first >= last when none is."""
+    some = hi > lo
+    return tl.min(tl.where(some, lo, 2**31 - 1)), tl.max(tl.where(some, hi, 0))
+
+
+@triton.jit(do_not_specialize=["row0", "R", "S", "samples", "capacity"])
+def _sample_kernel(
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    k_scale_ptr,
+    lo_ptr,
+    hi_ptr,
+    sample_ptr,
+    row0,
+    R,
+    S,
+    samples,
+    capacity,
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    w_stride_t,
+    HAS_SCALE: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BT: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Ordered scores int32 [R, samples] of row tile program_id(0), sample block program_id(1)."""
+    o_r = tl.minimum(tl.program_id(0) * BT + tl.arange(0, BT), R - 1)
+    lo = tl.load(lo_ptr + row0 + o_r)
+    hi = tl.load(hi_ptr + row0 + o_r)
+    if tl.max(hi - lo) > capacity:
+        first, last = tile_window(lo, hi)
+        o_i = tl.program_id(1) * BS + tl.arange(0, BS)
+        keys = sample_keys(o_i, first, last, samples)
+        b_k = load_keys_transposed(k_ptr, k_stride, keys, D, D_PAD)
+        rows = (row0 + o_r).to(tl.int64)
+        score = tile_scores(
+            q_ptr, q_stride_t, q_stride_h, w_ptr, w_stride_t, rows, b_k, H, D, D_PAD, BT, BS, STAGES
+        )
+        if HAS_SCALE:
+            score = score * key_scale(k_scale_ptr, keys)[None, :]
+        inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
+        tl.store(
+            sample_ptr + o_r.to(tl.int64)[:, None] * samples + o_i[None, :],
+            tl.where(inside, ordered(score), NEVER),
+        )
+
+
+@triton.jit(do_not_specialize=["row0", "R", "samples", "capacity", "top_k"])
+def _threshold_kernel(
+    sample_ptr,
+    lo_ptr,
+    hi_ptr,
+    scan_hi_ptr,
+    threshold_ptr,
+    filled_ptr,
+    row0,
+    R,
+    samples,
+    capacity,
+    top_k,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Threshold, end of the window to scan, and reset candidate count of ROWS rows a program."""
+    o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = o_r < R
+    o_r = tl.minimum(o_r, R - 1)
+    lo = tl.load(lo_ptr + row0 + o_r)
+    hi = tl.load(hi_ptr + row0 + o_r)
+    length = hi - lo
+    guess = live & (length > capacity)
+    threshold = tl.zeros((ROWS,), tl.float32) + float("-inf")
+    flood = tl.zeros((ROWS,), tl.int1)
+    if tl.max(guess.to(tl.int32)) > 0:
+        p_s = sample_ptr + o_r.to(tl.int64)[:, None] * samples
+        seen = tl.zeros((ROWS,), tl.int32)
+        low = tl.zeros((ROWS,), tl.int32) + (2**31 - 1)
+        high = tl.zeros((ROWS,), tl.int32) + NEVER
+        for i in range(0, samples, BLOCK):
+            o_i = i + tl.arange(0, BLOCK)
+            key = tl.load(p_s + o_i[None, :], mask=guess[:, None] & (o_i < samples)[None, :], other=NEVER)
+            seen += tl.sum((key != NEVER).to(tl.int32), axis=1)
+            low = tl.minimum(low, tl.min(tl.where(key == NEVER, 2**31 - 1, key), axis=1))
+            high = tl.maximum(high, tl.max(key, axis=1))
+        expected = top_k.to(tl.float32) * seen.to(tl.float32) / tl.maximum(length, 1).to(tl.float32)
+        rank = (expected + CAUTION * tl.sqrt(expected) + CAUTION * CAUTION / 3.0).to(tl.int32) + 1
+        rank = tl.minimum(rank, seen)
+        guess = guess & (seen > 0)
+        # Invariant: at least rank samples reach low. A rank a little too generous is as good.
+        reach = seen
+        low = tl.where(guess, low, 0)
+        high = tl.where(guess, high, 0)
+        enough = rank + rank // 16
+        while tl.max((guess & (low < high) & (reach > enough)).to(tl.int32)) > 0:
+            middle = low + ((high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
+            count = tl.zeros((ROWS,), tl.int32)
+            for i in range(0, samples, BLOCK):
+                o_i = i + tl.arange(0, BLOCK)
+                key = tl.load(p_s + o_i[None, :], mask=guess[:, None] & (o_i < samples)[None, :], other=NEVER)
+                count += tl.sum((key >= middle[:, None]).to(tl.int32), axis=1)
+            open_ = low < high
+            up = open_ & (count >= rank)
+            reach = tl.where(up, count, reach)
+            high = tl.where(open_ & (count < rank), middle - 1, high)
+            low = tl.where(up, middle, low)
+        threshold = tl.where(guess, unordered(low), threshold)
+        # Expected candidates; twice the buffer means a plateau that scanning cannot resolve.
+        share = reach.to(tl.float32) / tl.maximum(seen, 1).to(tl.float32)
+        flood = guess & (share * length.to(tl.float32) > 2.0 * capacity.to(tl.float32))
+    tl.store(threshold_ptr + o_r, threshold, mask=live)
+    tl.store(scan_hi_ptr + o_r, tl.where(flood, lo, hi), mask=live)
+    tl.store(filled_ptr + o_r, tl.where(flood, -1, 0), mask=live)
+
+
+def launch_threshold(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    filled: torch.Tensor,
+    row0: int,
+    top_k: int,
+    plan: Plan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scan_hi int32 [R], threshold float32 [R]) of rows row0 .. row0+R-1; resets filled int32 [R].
+
+    filled becomes 0, or -1 for a row that goes straight to repair (its window to scan is then empty).
+    """
+    H, D, S, R = q.shape[1], q.shape[2], k.shape[0], filled.shape[0]
+    device = q.device
+    scan_hi = torch.empty(R, dtype=torch.int32, device=device)
+    threshold = torch.empty(R, dtype=torch.float32, device=device)
+    samples = filled  # not read when no window exceeds the buffer
+    if S > plan.capacity:
+        samples = torch.empty((R, plan.samples), dtype=torch.int32, device=device)
+        _sample_kernel[(triton.cdiv(R, plan.tile_rows), plan.samples // plan.tile_keys)](
+            q,
+            k,
+            w,
+            k if k_scale is None else k_scale,
+            lo,
+            hi,
+            samples,
+            row0,
+            R,
+            S,
+            plan.samples,
+            plan.capacity,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            w.stride(0),
+            HAS_SCALE=k_scale is not None,
+            H=H,
+            D=D,
+            D_PAD=padded(D, q.dtype),
+            BT=plan.tile_rows,
+            BS=plan.tile_keys,
+            STAGES=plan.stages,
+            num_warps=plan.warps,
+        )
+    _threshold_kernel[(triton.cdiv(R, plan.row_group),)](
+        samples,
+        lo,
+        hi,
+        scan_hi,
+        threshold,
+        filled,
+        row0,
+        R,
+        plan.samples,
+        plan.capacity,
+        top_k,
+        ROWS=plan.row_group,
+        BLOCK=2048 // plan.row_group,
+        num_warps=4,
+    )
+    return scan_hi, threshold
