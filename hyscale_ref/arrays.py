@@ -1,7 +1,7 @@
 """Checks of array arguments: each names the argument, what came and what is allowed."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -12,6 +12,8 @@ Int32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
 
 INT32_MAX = 2**31 - 1
+
+CHUNK_BYTES = 32 * 2**20
 
 
 def as_float64(name: str, value: ArrayLike, shape: Sequence[int | str]) -> Float64:
@@ -54,6 +56,15 @@ def as_count(name: str, value: SupportsIndex, minimum: int = 0, maximum: int = I
     if not minimum <= count <= maximum:
         raise ValueError(f"{name}: {count}; allowed: {minimum} to {maximum}")
     return count
+
+
+def chunks(num_rows: int, num_keys: int) -> Iterator[tuple[slice, slice]]:
+    """Row and key slices that cover a [rows, keys] table in pieces of at most CHUNK_BYTES of float64."""
+    keys = max(1, min(num_keys, CHUNK_BYTES // 8 // 64))
+    rows = max(1, CHUNK_BYTES // 8 // keys)
+    for r in range(0, num_rows, rows):
+        for c in range(0, num_keys, keys):
+            yield slice(r, r + rows), slice(c, c + keys)
 
 
 def _check_shape(name: str, array: NDArray[Any], shape: Sequence[int | str]) -> None:

@@ -9,9 +9,7 @@ indexer"; the factors H**-0.5 and D**-0.5 and the scale of fp8 queries are part 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hyscale_ref.arrays import Float64, as_float64
-
-CHUNK_BYTES = 32 * 2**20
+from hyscale_ref.arrays import Float64, as_float64, chunks
 
 
 def indexer_scores(q: ArrayLike, k: ArrayLike, w: ArrayLike, k_scale: ArrayLike | None = None) -> Float64:
@@ -22,7 +20,7 @@ def indexer_scores(q: ArrayLike, k: ArrayLike, w: ArrayLike, k_scale: ArrayLike 
     score is +0. float64 rounds too, by about (D + H) * 2**-53 of the sum of magnitudes; the bounds of
     :mod:`hyscale_ref.bounds` include that.
 
-    Memory: the result and scratch of about ``CHUNK_BYTES``, whatever S is.
+    Memory: the result and scratch of about 32 MiB, whatever S is.
     Raises TypeError for another dtype, ValueError for a wrong shape or a k_scale that is not > 0.
     """
     q = as_float64("q", q, ["T", "H", "D"])
@@ -38,17 +36,14 @@ def indexer_scores(q: ArrayLike, k: ArrayLike, w: ArrayLike, k_scale: ArrayLike 
         raise ValueError(f"k_scale[{bad}]: {scale[bad]}; allowed: > 0")
 
     scores = np.zeros((T, S))
-    keys = max(1, min(S, CHUNK_BYTES // 8 // 64))
-    rows = max(1, CHUNK_BYTES // 8 // keys)
     with np.errstate(all="ignore"):
-        for r in range(0, T, rows):
-            for c in range(0, S, keys):
-                chunk = scores[r : r + rows, c : c + keys]
-                for h in range(H):
-                    product = q[r : r + rows, h] @ k[c : c + keys].T
-                    np.maximum(product, 0.0, out=product)
-                    product *= w[r : r + rows, h, None]
-                    chunk += product
+        for rows, keys in chunks(T, S):
+            chunk = scores[rows, keys]
+            for h in range(H):
+                product = q[rows, h] @ k[keys].T
+                np.maximum(product, 0.0, out=product)
+                product *= w[rows, h, None]
+                chunk += product
         scores *= scale
         scores += 0.0  # -0 becomes +0
     return scores

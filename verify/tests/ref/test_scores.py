@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import hyscale_ref.scores
+import hyscale_ref.arrays
 from hyscale_ref.scores import indexer_scores
 
 Array = NDArray[Any]
@@ -57,9 +57,9 @@ def test_chunks_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> Non
     rng = np.random.default_rng(1)
     q, k, w = (rng.integers(-8, 9, shape).astype(float) for shape in [(7, 3, 8), (11, 8), (7, 3)])
     whole = indexer_scores(q, k, w)
-    monkeypatch.setattr(hyscale_ref.scores, "CHUNK_BYTES", 8 * 64 * 4)  # 4 keys by 64 rows
+    monkeypatch.setattr(hyscale_ref.arrays, "CHUNK_BYTES", 8 * 64 * 4)  # 4 keys by 64 rows
     np.testing.assert_array_equal(indexer_scores(q, k, w), whole)
-    monkeypatch.setattr(hyscale_ref.scores, "CHUNK_BYTES", 8 * 2)  # 1 key by 2 rows
+    monkeypatch.setattr(hyscale_ref.arrays, "CHUNK_BYTES", 8 * 2)  # 1 key by 2 rows
     np.testing.assert_array_equal(indexer_scores(q, k, w), whole)
 
 
