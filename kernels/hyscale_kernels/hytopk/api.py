@@ -115,7 +115,9 @@ def dense_scores(
         return launch_dense(q.detach(), k.detach(), w.detach(), k_scale, lo, hi, plan)
 
 
-def workspace_bytes(T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: str = "cuda") -> int:
+def workspace_bytes(
+    T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: str = "cuda"
+) -> int:
     """Peak bytes that ``hytopk`` allocates beside its outputs; at most 16 * T * top_k + 64 MiB."""
     size = Plan.default(T, S, H, D, _check_top_k(top_k), dtype, device).workspace_bytes(T, S)
     assert size <= workspace_bound(T, top_k), (size, workspace_bound(T, top_k))
@@ -133,9 +135,7 @@ def _hytopk(
     k_scale: torch.Tensor | None,
     return_scores: bool,
     plan: list[int],
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     sizes = Plan.from_ints(plan)
     T, S, device = q.shape[0], k.shape[0], q.device
     if device.type == "cpu":
@@ -159,7 +159,20 @@ def _hytopk(
             del bitmap
             keys = launch_rescore(q, k, w, k_scale, buffer, kept, row0, sizes)
             launch_select(
-                buffer, keys, kept, threshold, lo, hi, indices, count, wanted, nans, pending, row0, top_k, sizes
+                buffer,
+                keys,
+                kept,
+                threshold,
+                lo,
+                hi,
+                indices,
+                count,
+                wanted,
+                nans,
+                pending,
+                row0,
+                top_k,
+                sizes,
             )
             launch_repair(
                 q,
@@ -194,17 +207,13 @@ def _(
     k_scale: torch.Tensor | None,
     return_scores: bool,
     plan: list[int],
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return _outputs(q, top_k, return_scores)
 
 
 def _outputs(
     q: torch.Tensor, top_k: int, return_scores: bool
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Unwritten results: indices, count, scores, and the four per-row statistics."""
     T = q.shape[0]
     indices = q.new_empty((T, top_k), dtype=torch.int32)
@@ -282,7 +291,9 @@ def _check(q: object, k: object, w: object, start: object, end: object, k_scale:
         if value is not None:
             bound = given[name] = _tensor(name, value, "T", (torch.int32,))
             if bound.shape[0] != T:
-                raise ValueError(f"{name} has shape {list(bound.shape)}; with {T} query rows it must be [{T}]")
+                raise ValueError(
+                    f"{name} has shape {list(bound.shape)}; with {T} query rows it must be [{T}]"
+                )
     if start is None and end is None and T != S:
         raise ValueError(
             f"start and end are missing; the causal default needs as many queries as keys, got T = {T}, S = {S}"
@@ -297,4 +308,6 @@ def _check(q: object, k: object, w: object, start: object, end: object, k_scale:
         raise ValueError(f"k_scale is for float8 keys only; q and k are {q.dtype}")
     for name, value in given.items():
         if value.device != q.device:
-            raise ValueError(f"{name} is on {value.device} and q is on {q.device}; they must be on one device")
+            raise ValueError(
+                f"{name} is on {value.device} and q is on {q.device}; they must be on one device"
+            )

@@ -58,7 +58,9 @@ def _compact_kernel(
         position = filled[:, None] + tl.cumsum(count, axis=1) - count
         filled += tl.sum(count, axis=1)
         while tl.max((word != 0).to(tl.int32)) > 0:
-            bit = popcount((word & (~word + 1)) - 1)
+            lowest = word & (~word + 1)
+            # The exponent of a power of two as a float32 is the number of its only set bit.
+            bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             key = key0 + o_w[None, :] * 32 + bit
             tl.store(p_out + position, key, mask=(word != 0) & (position < capacity))
             position += 1
@@ -92,6 +94,6 @@ def launch_compact(
         words,
         plan.capacity,
         ROWS=plan.row_group,
-        WORDS=max(128 // plan.row_group, 8),
+        WORDS=128 if plan.row_group == 1 else 32,
         num_warps=4 if plan.row_group > 1 else 1,
     )

@@ -69,7 +69,9 @@ class Plan:
             if value < unit or value % unit:
                 raise ValueError(f"plan.{name} is {value}; it must be a positive multiple of {unit}")
         if self.segment < 0 or self.segment % self.tile_keys:
-            raise ValueError(f"plan.segment is {self.segment}; it must be a multiple of {self.tile_keys}, or 0")
+            raise ValueError(
+                f"plan.segment is {self.segment}; it must be a multiple of {self.tile_keys}, or 0"
+            )
         for name in ("stages", "warps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"plan.{name} is {getattr(self, name)}; it must be at least 1")
@@ -86,15 +88,15 @@ class Plan:
                 stages = 2
             fewest_candidates, samples = 1024, _samples(S, top_k)
         else:
-            tile_rows, tile_keys, gather, row_group, stages, warps = 16, 32, 32, 16, 1, 1
-            fewest_candidates, samples = 64, 64
+            tile_rows, tile_keys, gather, row_group, stages, warps = 16, 64, 64, 16, 1, 1
+            fewest_candidates, samples = 128, 64
         capacity = max(triton.next_power_of_2((4 if top_k <= 4096 else 2) * top_k), fewest_candidates)
         capacity = max(capacity, triton.next_power_of_2(top_k + gather))
         row_chunk, key_chunk = _chunks(T, S, top_k, capacity, samples, tile_rows, tile_keys)
         return cls(
             tile_rows,
             tile_keys,
-            0,
+            0 if stages > 1 else 4096,
             samples,
             capacity,
             gather,

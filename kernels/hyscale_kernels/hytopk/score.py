@@ -141,7 +141,14 @@ def _heads_in_order(x, p_w, acc, FIRST: tl.constexpr, HEADS: tl.constexpr, H: tl
 
 @triton.jit
 def load_query(
-    q_ptr, q_stride_t, q_stride_h, row, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
+    q_ptr,
+    q_stride_t,
+    q_stride_h,
+    row,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
 ):
     """The heads of query ``row`` (int64) as a tile [D_PAD, H_PAD], zero beyond D and H."""
     o_d = tl.arange(0, D_PAD)

@@ -21,23 +21,23 @@ def cut(key, top_k):
     """Which of the ordered scores ``key`` [ROWS, C] (NEVER where there is none) are the top_k best.
 
     Columns are keys in ascending order. Returns (taken [ROWS, C] bool, position [ROWS, C] of each taken
-    column among the taken, count [ROWS], last [ROWS]: the smallest taken score, or NEVER when every
-    column that is not NEVER was taken).
+    column among the taken, count [ROWS], last [ROWS]: the smallest taken score).
     """
     some = key != NEVER
     present = tl.sum(some.to(tl.int32), axis=1)
-    # Invariant: at least top_k columns reach low (rows with more than top_k columns).
+    # Invariant: reach >= top_k columns have a score of low or more (rows with more than top_k columns).
+    reach = present
     low = tl.min(tl.where(some, key, 2**31 - 1), axis=1)
     high = tl.max(key, axis=1)
-    crowded = present > top_k
-    low = tl.where(crowded, low, NEVER)
-    high = tl.where(crowded, high, NEVER)
-    while tl.max((low < high).to(tl.int32)) > 0:
+    low = tl.where(present > top_k, low, NEVER)
+    while tl.max(((low < high) & (reach > top_k)).to(tl.int32)) > 0:
         middle = low + ((high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
-        enough = tl.sum((key >= middle[:, None]).to(tl.int32), axis=1) >= top_k
-        open_ = low < high
-        low = tl.where(open_ & enough, middle, low)
-        high = tl.where(open_ & ~enough, middle - 1, high)
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), axis=1)
+        searching = (low < high) & (reach > top_k)
+        up = searching & (count >= top_k)
+        high = tl.where(searching & (count < top_k), middle - 1, high)
+        low = tl.where(up, middle, low)
+        reach = tl.where(up, count, reach)
     above = key > low[:, None]
     equal = (key == low[:, None]) & some
     room = top_k - tl.sum(above.to(tl.int32), axis=1)
@@ -46,7 +46,8 @@ def cut(key, top_k):
     ranks_equal = ranks >> 16
     taken = above | (equal & (ranks_equal <= room[:, None]))
     position = (ranks & 0xFFFF) + tl.minimum(ranks_equal, room[:, None]) - 1
-    return taken, position, tl.minimum(present, top_k), low
+    last = tl.min(tl.where(taken, key, 2**31 - 1), axis=1)
+    return taken, position, tl.minimum(present, top_k), last
 
 
 @triton.jit(do_not_specialize=["row0", "R", "capacity", "top_k"])

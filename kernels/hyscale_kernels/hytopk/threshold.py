@@ -137,11 +137,11 @@ def _threshold_kernel(
                 o_i = i + tl.arange(0, BLOCK)
                 key = tl.load(p_s + o_i[None, :], mask=guess[:, None] & (o_i < samples)[None, :], other=NEVER)
                 count += tl.sum((key >= middle[:, None]).to(tl.int32), axis=1)
-            open_ = low < high
-            up = open_ & (count >= rank)
-            reach = tl.where(up, count, reach)
-            high = tl.where(open_ & (count < rank), middle - 1, high)
+            searching = (low < high) & (reach > enough)
+            up = searching & (count >= rank)
+            high = tl.where(searching & (count < rank), middle - 1, high)
             low = tl.where(up, middle, low)
+            reach = tl.where(up, count, reach)
         threshold = tl.where(guess, unordered(low), threshold)
         # Expected candidates; twice the buffer means a plateau that scanning cannot resolve.
         share = reach.to(tl.float32) / tl.maximum(seen, 1).to(tl.float32)
