@@ -58,6 +58,18 @@ def as_count(name: str, value: SupportsIndex, minimum: int = 0, maximum: int = I
     return count
 
 
+def as_scale(value: ArrayLike | None, num_keys: int) -> Float64:
+    """Key scales as float64 [S], ones if None; ValueError unless they are positive and finite."""
+    if value is None:
+        return np.ones(num_keys)
+    scale = as_float64("k_scale", value, [num_keys])
+    bad = ~((scale > 0) & np.isfinite(scale))
+    if bad.any():
+        key = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"k_scale[{key}]: {scale[key]}; allowed: positive and finite")
+    return scale
+
+
 def chunks(num_rows: int, num_keys: int) -> Iterator[tuple[slice, slice]]:
     """Row and key slices that cover a [rows, keys] table in pieces of at most CHUNK_BYTES of float64."""
     keys = max(1, min(num_keys, CHUNK_BYTES // 8 // 64))

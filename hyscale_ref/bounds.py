@@ -53,7 +53,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hyscale_ref.arrays import Float64, as_float64, chunks
+from hyscale_ref.arrays import Float64, as_float64, as_scale, chunks
 from hyscale_ref.formats import FP32
 
 TAU = 2.0**FP32.min_exponent
@@ -135,7 +135,7 @@ def bounded_scores(
     k = as_float64("k", k, ["S", D])
     w = as_float64("w", w, [T, H])
     S = len(k)
-    scale = None if k_scale is None else as_float64("k_scale", k_scale, [S])
+    scale = as_scale(k_scale, S)
     scores = np.zeros((T, S))
     bound = np.zeros((T, S))
     if H == 0 or D == 0:
@@ -143,15 +143,11 @@ def bounded_scores(
     with np.errstate(all="ignore"):
         for rows, keys in chunks(T, S):
             scores[rows, keys], bound[rows, keys] = _chunk(
-                q[rows], k[keys], w[rows], None if scale is None else scale[keys], arithmetic
+                q[rows], k[keys], w[rows], None if k_scale is None else scale[keys], arithmetic
             )
         bound[~np.isfinite(bound)] = np.inf
-    row_nan = np.isnan(q).any(axis=(1, 2)) | np.isnan(w).any(axis=1)
-    key_nan = np.isnan(k).any(axis=1)
-    if scale is not None:
-        key_nan |= np.isnan(scale)
-    bound[row_nan] = 0
-    bound[:, key_nan] = 0
+    bound[np.isnan(q).any(axis=(1, 2)) | np.isnan(w).any(axis=1)] = 0
+    bound[:, np.isnan(k).any(axis=1)] = 0
     return BoundedScores(scores, bound)
 
 

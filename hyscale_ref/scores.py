@@ -9,7 +9,7 @@ indexer"; the factors H**-0.5 and D**-0.5 and the scale of fp8 queries are part 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hyscale_ref.arrays import Float64, as_float64, chunks
+from hyscale_ref.arrays import Float64, as_float64, as_scale, chunks
 
 
 def indexer_scores(q: ArrayLike, k: ArrayLike, w: ArrayLike, k_scale: ArrayLike | None = None) -> Float64:
@@ -21,7 +21,8 @@ def indexer_scores(q: ArrayLike, k: ArrayLike, w: ArrayLike, k_scale: ArrayLike 
     :mod:`hyscale_ref.bounds` include that.
 
     Memory: the result and scratch of about 32 MiB, whatever S is.
-    Raises TypeError for another dtype, ValueError for a wrong shape or a k_scale that is not > 0.
+    Raises TypeError for another dtype, ValueError for a wrong shape or a k_scale that is not
+    positive and finite.
     """
     q = as_float64("q", q, ["T", "H", "D"])
     T, H, D = q.shape
@@ -30,11 +31,7 @@ def indexer_scores(q: ArrayLike, k: ArrayLike, w: ArrayLike, k_scale: ArrayLike 
     k = as_float64("k", k, ["S", D])
     w = as_float64("w", w, [T, H])
     S = len(k)
-    scale = np.ones(S) if k_scale is None else as_float64("k_scale", k_scale, [S])
-    if not (scale > 0).all():
-        bad = int(np.flatnonzero(~(scale > 0))[0])
-        raise ValueError(f"k_scale[{bad}]: {scale[bad]}; allowed: > 0")
-
+    scale = as_scale(k_scale, S)
     scores = np.zeros((T, S))
     with np.errstate(all="ignore"):
         for rows, keys in chunks(T, S):

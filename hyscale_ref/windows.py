@@ -66,12 +66,13 @@ def causal(num_queries: int, num_positions: int | None = None, *, ratio: int = 1
     return Windows(np.zeros(T, np.int32), ((position + 1) // ratio).astype(np.int32))
 
 
-def packed(cu_seqlens: ArrayLike, *, ratio: int = 1) -> Windows:
+def packed(cu_seqlens: ArrayLike, num_positions: int | None = None, *, ratio: int = 1) -> Windows:
     """Causal inside each document; document d holds positions [cu_seqlens[d], cu_seqlens[d + 1]).
 
-    ``cu_seqlens`` [documents + 1] starts at 0 and never falls (an empty document is allowed); T is its last
-    entry. With ``ratio`` r each document is compressed alone: of length n, it owns floor(n / r) keys,
-    documents one after the other, and its row p sees the first floor((p + 1) / r) of them.
+    ``cu_seqlens`` [documents + 1] starts at 0 and never falls (an empty document is allowed). T is
+    ``num_positions``, by default the last entry; rows beyond it (padding) are empty. With ``ratio`` r each
+    document is compressed alone: of length n, it owns floor(n / r) keys, documents one after the other, and
+    its row p sees the first floor((p + 1) / r) of them.
     """
     cu_seqlens = as_int32("cu_seqlens", cu_seqlens, ["documents + 1"]).astype(np.int64)
     ratio = as_count("ratio", ratio, minimum=1)
@@ -83,11 +84,15 @@ def packed(cu_seqlens: ArrayLike, *, ratio: int = 1) -> Windows:
         raise ValueError(
             f"cu_seqlens[{d + 1}]: {cu_seqlens[d + 1]} after {cu_seqlens[d]}; allowed: never falling"
         )
+    total = int(cu_seqlens[-1])
+    T = total if num_positions is None else as_count("num_positions", num_positions, minimum=total)
     first_key = np.concatenate([[0], np.cumsum(lengths // ratio)])
     document = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(cu_seqlens[-1]) - cu_seqlens[document]
-    start = first_key[document]
-    return Windows(start.astype(np.int32), (start + (position + 1) // ratio).astype(np.int32))
+    position = np.arange(total) - cu_seqlens[document]
+    start, end = np.zeros((2, T), np.int32)
+    start[:total] = first_key[document]
+    end[:total] = start[:total] + (position + 1) // ratio
+    return Windows(start, end)
 
 
 def sliding(num_queries: int, width: int, *, causal: bool = True) -> Windows:
@@ -130,14 +135,17 @@ def resolve(
 ) -> tuple[Windows, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
     """Windows given by a caller, completed and checked: (windows, bad rows bool [T]).
 
-    A missing ``start`` is 0; a missing ``end`` is t + 1, which needs T == S. A row is bad if start < 0,
-    end > S or start > end; its window comes back empty.
+    With neither given the windows are causal, which needs T == S; a single missing one is 0 or S. A row is
+    bad if start < 0, end > S or start > end; its window comes back empty.
     """
     T, S = num_queries, num_keys
-    if end is None and T != S:
-        raise ValueError(f"end: None with {T} queries and {S} keys; allowed: None only where they are equal")
-    low = np.zeros(T, np.int32) if start is None else as_int32("start", start, [T])
-    high = np.arange(1, T + 1, dtype=np.int32) if end is None else as_int32("end", end, [T])
+    if start is None and end is None and T != S:
+        raise ValueError(
+            f"start, end: None with {T} queries and {S} keys; allowed: None where those are equal"
+        )
+    default = causal(T) if start is None and end is None else full(T, S)
+    low = default.start if start is None else as_int32("start", start, [T])
+    high = default.end if end is None else as_int32("end", end, [T])
     bad = (low < 0) | (high > S) | (low > high)
     zero = np.int32(0)
     return Windows(np.where(bad, zero, low), np.where(bad, zero, high)), bad

@@ -244,10 +244,10 @@ def test_where_nothing_can_be_promised_the_bound_is_infinite() -> None:
 
 
 def test_a_nan_operand_makes_a_score_surely_nan() -> None:
-    q, k, w, scale = np.ones((2, 2, 4)), np.ones((3, 4)), np.ones((2, 2)), np.ones(3)
-    q[0, 1, 2] = k[1, 0] = scale[2] = np.nan
-    scores, bound = bounded_scores(q, k, w, scale, arithmetic=FLOAT32)
-    assert np.isnan(scores).tolist() == [[True, True, True], [False, True, True]]
+    q, k, w = np.ones((3, 2, 4)), np.ones((2, 4)), np.ones((3, 2))
+    q[0, 1, 2] = k[1, 0] = w[1, 1] = np.nan
+    scores, bound = bounded_scores(q, k, w, arithmetic=FLOAT32)
+    assert np.isnan(scores).tolist() == [[True, True], [True, True], [False, True]]
     assert (bound[np.isnan(scores)] == 0).all()
 
 

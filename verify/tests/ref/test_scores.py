@@ -97,8 +97,16 @@ def test_special_values(q: list[list[float]], k: list[float], w: list[float], ex
         ({"k": np.zeros((5, 3))}, ValueError, r"k: shape \(5, 3\); allowed: \[S, 4\]"),
         ({"w": np.zeros((2, 4))}, ValueError, r"w: shape \(2, 4\); allowed: \[2, 3\]"),
         ({"k_scale": np.ones(4)}, ValueError, r"k_scale: shape \(4,\); allowed: \[5\]"),
-        ({"k_scale": np.array([1, 1, 0, 1, 1.0])}, ValueError, r"k_scale\[2\]: 0.0; allowed: > 0"),
-        ({"k_scale": np.array([1, np.nan, 1, 1, 1.0])}, ValueError, r"k_scale\[1\]: nan; allowed: > 0"),
+        (
+            {"k_scale": np.array([1, 1, 0, 1, 1.0])},
+            ValueError,
+            r"k_scale\[2\]: 0.0; allowed: positive and finite",
+        ),
+        (
+            {"k_scale": np.array([1, np.nan, 1, 1, 1.0])},
+            ValueError,
+            r"k_scale\[1\]: nan; allowed: positive and finite",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Array], error: type[Exception], message: str) -> None:

@@ -68,7 +68,7 @@ def test_empty_tables() -> None:
         (lambda: topk(np.zeros(2), 1), ValueError, r"scores: shape \(2,\); allowed: \[T, S\]"),
         (lambda: topk(np.zeros((2, 2)), 0), ValueError, "top_k: 0; allowed: 1 to"),
         (lambda: topk(np.zeros((2, 2)), cast(int, 1.5)), TypeError, "top_k: 1.5 is a float"),
-        (lambda: topk(np.zeros((2, 3)), 1), ValueError, "end: None with 2 queries and 3 keys"),
+        (lambda: topk(np.zeros((2, 3)), 1), ValueError, "start, end: None with 2 queries and 3 keys"),
         (lambda: topk(np.zeros((2, 3)), 1, None, [3]), ValueError, r"end: shape \(1,\); allowed: \[2\]"),
         (lambda: topk(np.zeros((2, 3)), 1, [0.0, 0.0], [3, 3]), TypeError, "start: dtype float64"),
     ],

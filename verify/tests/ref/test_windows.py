@@ -40,11 +40,12 @@ def test_causal_rows_are_the_last_positions_and_see_no_later_one(T: int, before:
 
 
 @SMALL
-@given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 4))
-def test_packed_documents_are_causal_and_apart(lengths: list[int], ratio: int) -> None:
-    windows = build.packed(np.cumsum([0, *lengths]), ratio=ratio)
-    owner = [d for d, n in enumerate(lengths) for _ in range(n)]
-    place = [p for n in lengths for p in range(n)]
+@given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 4), st.integers(0, 3))
+def test_packed_documents_are_causal_and_apart(lengths: list[int], ratio: int, padding: int) -> None:
+    total = sum(lengths) + padding
+    windows = build.packed(np.cumsum([0, *lengths]), total if padding else None, ratio=ratio)
+    owner = [d for d, n in enumerate(lengths) for _ in range(n)] + [-1] * padding
+    place = [p for n in lengths for p in range(n)] + [-1] * padding
     key_owner = [d for d, n in enumerate(lengths) for _ in range(n // ratio)]
     key_last = [c * ratio + ratio - 1 for n in lengths for c in range(n // ratio)]
     want = table(
@@ -106,6 +107,10 @@ def test_a_batch_repeats_the_windows_on_its_own_keys(B: int, T: int) -> None:
 def test_resolve_completes_and_flags() -> None:
     (start, end), bad = build.resolve(None, None, 3, 3)
     assert (start.tolist(), end.tolist(), bad.tolist()) == ([0, 0, 0], [1, 2, 3], [False] * 3)
+    (start, end), bad = build.resolve([1, 2], None, 2, 5)
+    assert (start.tolist(), end.tolist(), bool(bad.any())) == ([1, 2], [5, 5], False)
+    (start, end), bad = build.resolve(None, [1, 2], 2, 5)
+    assert (start.tolist(), end.tolist(), bool(bad.any())) == ([0, 0], [1, 2], False)
     (start, end), bad = build.resolve([-1, 0, 2, 1, 4], [1, 5, 1, 1, 4], 5, 4)
     assert bad.tolist() == [True, True, True, False, False]
     assert (end - start).tolist() == [0, 0, 0, 0, 0]
@@ -122,6 +127,7 @@ def test_resolve_completes_and_flags() -> None:
         (lambda: build.packed([]), ValueError, "cu_seqlens: .*a first entry of 0"),
         (lambda: build.packed([1, 2]), ValueError, "cu_seqlens: .*a first entry of 0"),
         (lambda: build.packed([0, 5, 3]), ValueError, r"cu_seqlens\[2\]: 3 after 5; allowed: never falling"),
+        (lambda: build.packed([0, 5], 4), ValueError, "num_positions: 4; allowed: 5 to"),
         (lambda: build.packed([0.0, 1.0]), TypeError, "cu_seqlens: dtype float64; allowed: integers"),
         (lambda: build.packed([0, 2**31]), ValueError, "cu_seqlens: .*exceed int32"),
         (lambda: build.sliding(4, 0), ValueError, "width: 0; allowed: 1 to"),
@@ -133,7 +139,7 @@ def test_resolve_completes_and_flags() -> None:
             ValueError,
             "num_keys: 1073741824; allowed: 0 to 1073741823",
         ),
-        (lambda: build.resolve(None, None, 3, 4), ValueError, "end: None with 3 queries and 4 keys"),
+        (lambda: build.resolve(None, None, 3, 4), ValueError, "start, end: None with 3 queries and 4 keys"),
         (lambda: build.resolve([0], [1, 2], 2, 2), ValueError, r"start: shape \(1,\); allowed: \[2\]"),
     ],
 )
