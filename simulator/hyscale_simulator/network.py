@@ -9,13 +9,16 @@ what one port achieves in one direction (not a data sheet's sum of both); bytes 
 
 from __future__ import annotations
 
+import csv
+import gzip
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-__all__ = ["CopyKernel", "Fabric", "Group", "InSwitchReduction", "Level", "Table"]
+__all__ = ["CopyKernel", "Fabric", "Group", "InSwitchReduction", "Level", "Table", "read_tables"]
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A cluster's network. `levels[0]` is the node; each further level's unit is a multiple of the one before."""
+    """A cluster's network. `levels[0]` is the node; a further level's unit is a multiple of the one
+    before."""
 
     levels: tuple[Level, ...]
     in_switch_reduction: InSwitchReduction | None = None
@@ -219,13 +223,44 @@ class Fabric:
         return next((t for t in self.tables if (t.op, t.ranks) == (op, ranks)), None)
 
     def node_bandwidth(self, group: Group) -> float:
-        """GB/s, one direction, at which the group's ranks of one node together reach other nodes."""
+        """GB/s, one direction, at which the group's ranks of one node together reach other nodes.
+
+        The node's ports are shared among its active ranks; no rank drives more ports than are its own.
+        """
         level = self.levels[group.level]
-        share = group.per_node / group.active_per_node
-        return level.bandwidth_gbytes_per_s * level.ports_per_node * share / level.oversubscription
+        own_ports = max(1.0, level.ports_per_node / self.ranks_per_node)
+        ports = min(level.ports_per_node / group.active_per_node, own_ports) * group.per_node
+        return level.bandwidth_gbytes_per_s * ports / level.oversubscription
 
     def rank_bandwidth(self, group: Group) -> float:
         """GB/s, one direction, of one rank towards the outermost level of the group."""
         if group.level == 0:
             return self.levels[0].bandwidth_gbytes_per_s
         return self.node_bandwidth(group) / group.per_node
+
+
+def read_tables(path: Path, dtype: str = "half") -> tuple[Table, ...]:
+    """The tables of a CSV (plain or .gz) with the columns op, dtype, num_gpus, bytes and latency_us.
+
+    Of its rows only those of `dtype`. ValueError naming the file if columns or rows are missing or wrong.
+    """
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    reader = csv.DictReader(text.splitlines())
+    missing = {"op", "dtype", "num_gpus", "bytes", "latency_us"} - set(reader.fieldnames or ())
+    if missing:
+        raise ValueError(f"{path}: columns {sorted(missing)} are missing; it has {reader.fieldnames}")
+    rows: dict[tuple[str, int], dict[int, float]] = {}
+    for row in reader:
+        if row["dtype"] == dtype:
+            try:
+                points = rows.setdefault((row["op"], int(row["num_gpus"])), {})
+                points[int(row["bytes"])] = float(row["latency_us"])
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    if not rows:
+        raise ValueError(f"{path}: no rows of dtype {dtype!r}")
+    return tuple(
+        Table(op, ranks, tuple(sorted(points)), tuple(points[size] for size in sorted(points)), path.name)
+        for (op, ranks), points in rows.items()
+    )

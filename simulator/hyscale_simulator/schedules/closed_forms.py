@@ -105,8 +105,8 @@ def dualpipe_ns(
 def causal_imbalance(seq_len: int, num_ranks: int, layout: str) -> Fraction:
     """Work of the busiest context-parallel rank over the mean, for causal scoring or attention.
 
-    "contiguous" slices: 2 - (c+1)/(S+1) with c = S/P rows a rank, which tends to 2 - 1/P. "zigzag" (slices r and
-    2P-1-r of 2P): exactly 1. ValueError unless the slices divide the sequence.
+    "contiguous" slices: 2 - (c+1)/(S+1) with c = S/P rows a rank, which tends to 2 - 1/P. "zigzag" (slices r
+    and 2P-1-r of 2P): exactly 1. ValueError unless the slices divide the sequence.
     """
     slices = {"contiguous": num_ranks, "zigzag": 2 * num_ranks}
     if layout not in slices:
