@@ -46,11 +46,10 @@ def slow_streams(graph: Graph, factors: Mapping[str, float]) -> Graph:
     for prefix, factor in factors.items():
         matches = [i for i, name in enumerate(graph.streams) if name.startswith(prefix)]
         if not matches:
-            raise ValueError(f"factors: no stream starts with {prefix!r}; the graph has {list(graph.streams)}")
+            raise ValueError(f"factors: no stream starts with {prefix!r}; known: {[*graph.streams]}")
         if not (math.isfinite(factor) and factor > 0):
             raise ValueError(f"factors: {factor} for {prefix!r}; more than 0 is wanted")
         of_stream[matches] = factor
-    of_task = np.ones(len(graph))
     occupant = np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr))
     slowest = np.full(len(graph), -np.inf)
     np.maximum.at(slowest, occupant, of_stream[graph.stream_idx])
@@ -70,8 +69,9 @@ def degrade_links(graph: Graph, factors: Mapping[str, float]) -> Graph:
     return graph.with_links(degraded)
 
 
-def degrade_level(fabric: Fabric, level: str, *, bandwidth_factor: float = 1.0, ports_lost: int = 0) ->
-Fabric:
+def degrade_level(
+    fabric: Fabric, level: str, *, bandwidth_factor: float = 1.0, ports_lost: int = 0
+) -> Fabric:
     """A level at a fraction of its bandwidth, or with failed ports on every node.
 
     A bulk-synchronous step waits for its slowest node, so one bad node costs about what all of them would.
