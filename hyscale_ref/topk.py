@@ -40,7 +40,9 @@ def topk(
 
     ``start`` and ``end`` are integers [T]; with neither given the windows are causal, which needs T == S, and
     a single missing one is 0 or S. Scores keep their dtype (float16, float32 or float64), so that a kernel's
-    own float32 scores are judged as they are. Raises TypeError or ValueError for a wrong dtype, shape or K < 1.
+    own float32 scores are judged as they are.
+
+    Raises TypeError or ValueError for a wrong dtype, shape or K < 1.
     """
     table = np.asarray(scores)
     if table.dtype not in (np.float16, np.float32, np.float64):
