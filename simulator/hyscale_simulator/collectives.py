@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .network import Fabric, Group
 
@@ -100,7 +101,11 @@ def all_to_all(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     if found := _known("alltoall", fabric, group, num_bytes, "auto"):
         return found
     n, g = group.ranks, group.per_node
-    alpha = (g - 1) * fabric.levels[0].alpha_us + (n - g) * fabric.levels[group.level].alpha_us
+    peers = [n / here - 1 for here in group.units]  # in the same unit of each level
+    alpha = sum(
+        (reached - nearer) * level.alpha_us
+        for level, reached, nearer in zip(fabric.levels, peers, [0.0, *peers], strict=False)
+    )
     inside = _us((g - 1) / n * num_bytes, fabric.levels[0].bandwidth_gbytes_per_s)
     across = _us((n - g) / n * num_bytes, fabric.rank_bandwidth(group)) if n > g else 0.0
     return Cost(alpha + max(inside, across), alpha, "pairwise", "formula")
@@ -234,20 +239,31 @@ def _ring_bandwidth(fabric: Fabric, group: Group) -> float:
     return across if group.per_node == 1 else min(inside, across)
 
 
+def _ring_alpha(fabric: Fabric, units: tuple[int, ...]) -> float:
+    """Latency along a ring but for its cheapest hop; `units[l]` units of level l-1 (or ranks) are visited."""
+    hops = [a - b for a, b in pairwise(units)]
+    closing = next(level for level, left in enumerate(units[1:]) if left == 1)
+    hops[closing] += 1
+    alphas = [level.alpha_us for level in fabric.levels]
+    around = sum(count * alpha for count, alpha in zip(hops, alphas, strict=True))
+    return around - min(alpha for count, alpha in zip(hops, alphas, strict=True) if count)
+
+
 def _ring(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     n = group.ranks
-    alpha = (n - 1) * fabric.levels[group.level].alpha_us
+    alpha = _ring_alpha(fabric, (n, *group.units))
     time = alpha + _us((n - 1) / n * num_bytes, _ring_bandwidth(fabric, group))
     return Cost(time, alpha, "ring", "formula")
 
 
-def _tree_alpha(fabric: Fabric, group: Group, ranks_inside: int) -> float:
-    across = math.ceil(math.log2(group.nodes)) * fabric.levels[group.level].alpha_us
-    return 2 * (across + math.ceil(math.log2(ranks_inside)) * fabric.levels[0].alpha_us)
+def _tree_alpha(fabric: Fabric, units: tuple[int, ...]) -> float:
+    """Up a tree and down again: within each level, over its sub-units."""
+    steps = [math.ceil(math.log2(a / b)) for a, b in pairwise(units)]
+    return 2 * sum(count * level.alpha_us for count, level in zip(steps, fabric.levels, strict=True))
 
 
 def _tree(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
-    alpha = _tree_alpha(fabric, group, group.per_node)
+    alpha = _tree_alpha(fabric, (group.ranks, *group.units))
     return Cost(alpha + _us(2 * num_bytes, _ring_bandwidth(fabric, group)), alpha, "tree", "formula")
 
 
@@ -255,7 +271,7 @@ def _nvls(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     nvls = fabric.in_switch_reduction
     assert nvls is not None
     g = group.per_node
-    alpha = nvls.alpha_us + _tree_alpha(fabric, group, 1)
+    alpha = nvls.alpha_us + _tree_alpha(fabric, (group.nodes, *group.units))
     time = _us(2 * (g - 1) / g * num_bytes, nvls.bus_gbytes_per_s)
     if group.nodes > 1:
         time = max(time, _us(2 * num_bytes, fabric.node_bandwidth(group)))
@@ -264,8 +280,9 @@ def _nvls(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
 
 def _hierarchical(fabric: Fabric, group: Group, num_bytes: float, algorithm: str) -> Cost:
     g, nodes = group.per_node, group.nodes
-    inside, outside = fabric.levels[0], fabric.levels[group.level]
-    alphas = ((nodes - 1) * outside.alpha_us, (g - 1) * inside.alpha_us)
+    inside = fabric.levels[0]
+    across = _ring_alpha(fabric, (nodes, *group.units)) if nodes > 1 else 0.0
+    alphas = (across, (g - 1) * inside.alpha_us)
     moves = (
         _us((nodes - 1) / nodes * num_bytes / g, fabric.rank_bandwidth(group)) if nodes > 1 else 0.0,
         _us((g - 1) / g * num_bytes, inside.bandwidth_gbytes_per_s),

@@ -14,6 +14,7 @@ import gzip
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ __all__ = ["CopyKernel", "Fabric", "Group", "InSwitchReduction", "Level", "Table
 class Level:
     """One tier of the network.
 
-    Between two ranks whose closest common unit is of this level, a step costs `alpha_us` and bytes flow at
+    Between two ranks whose closest common unit is of this level, a step costs `alpha_us` (of the library that
+    takes it: an NCCL step over the network costs several times a bare RDMA write) and bytes flow at
     `bandwidth_gbytes_per_s` (1e9 bytes per second, one direction, one port). A node has `ports_per_node`
     ports to this level, shared by its ranks: 8 for NVLink in a node of 8, 4 where two GPUs share a NIC.
     `oversubscription` is how many times a unit's ports outnumber its uplinks (1: full bisection).
@@ -108,9 +110,7 @@ class Table:
                 f"{where}: {len(self.num_bytes)} sizes and {len(self.latency_us)} latencies; "
                 "as many of both, and at least one, are wanted"
             )
-        if self.num_bytes[0] < 1 or any(
-            a >= b for a, b in zip(self.num_bytes, self.num_bytes[1:], strict=False)
-        ):
+        if self.num_bytes[0] < 1 or any(a >= b for a, b in pairwise(self.num_bytes)):
             raise ValueError(
                 f"{where}: num_bytes have to be at least 1 and to ascend strictly: {self.num_bytes}"
             )
@@ -141,21 +141,28 @@ class Table:
 
 @dataclass(frozen=True)
 class Group:
-    """How the ranks of one communicator lie on the nodes: `per_node` on each of `nodes`.
-
-    `active_per_node` ranks of a node communicate at the same time, those of this group and of its siblings
-    (eight data-parallel groups, one on each GPU); they share the node's ports.
-    """
+    """How the ranks of one communicator lie on the network. Made by `Fabric.group`."""
 
     ranks: int
-    per_node: int
-    level: int
-    """Number of the outermost level that the group crosses; 0 within one node."""
+    units: tuple[int, ...]
+    """How many units of each level hold its ranks, innermost first; 1 from the level on that holds them
+    all."""
     active_per_node: int
+    """Ranks of a node that communicate at the same time and share its ports: this group's and its siblings'
+    (eight data-parallel groups, one on each GPU)."""
 
     @property
     def nodes(self) -> int:
-        return self.ranks // self.per_node
+        return self.units[0]
+
+    @property
+    def per_node(self) -> int:
+        return self.ranks // self.units[0]
+
+    @property
+    def level(self) -> int:
+        """Number of the outermost level that its messages cross; 0 within one node."""
+        return self.units.index(1)
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ class Fabric:
     def __post_init__(self) -> None:
         if not self.levels:
             raise ValueError("levels: empty; at least the node's level is wanted")
-        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+        for inner, outer in pairwise(self.levels):
             if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
                 raise ValueError(
                     f"level {outer.name!r}: {outer.ranks} ranks; a larger multiple of the "
@@ -199,24 +206,22 @@ class Fabric:
         ValueError if the group does not fill nodes evenly or is larger than the cluster.
         """
         node = self.ranks_per_node
+        span = ranks * stride
+        which = f"group of {ranks} ranks with stride {stride}"
         if ranks < 1 or stride < 1:
-            raise ValueError(f"group of {ranks} ranks with stride {stride}: both have to be at least 1")
-        if ranks * stride > self.ranks:
-            raise ValueError(
-                f"group of {ranks} ranks with stride {stride}: spans {ranks * stride} ranks, but the "
-                f"cluster has {self.ranks}"
-            )
-        per_node = min(ranks, max(1, node // stride))
-        if ranks % per_node or (ranks > per_node and node % stride and stride % node):
-            raise ValueError(
-                f"group of {ranks} ranks with stride {stride}: does not fill nodes of {node} evenly"
-            )
-        span = (ranks - 1) * stride + 1
-        level = 0 if ranks == per_node else next(i for i, lv in enumerate(self.levels) if lv.ranks >= span)
+            raise ValueError(f"{which}: both have to be at least 1")
+        if span > self.ranks:
+            raise ValueError(f"{which}: spans {span} ranks, but the cluster has {self.ranks}")
+        fits = span <= node or (span % node == 0 and (node % stride == 0 or stride % node == 0))
+        if not fits:
+            raise ValueError(f"{which}: does not fill nodes of {node} evenly")
+        units = tuple(min(ranks, -(-span // level.ranks)) for level in self.levels)
         active = node if active_per_node is None else active_per_node
-        if not per_node <= active <= node:
-            raise ValueError(f"active_per_node: {active}; {per_node} (the group's own) to {node} is wanted")
-        return Group(ranks, per_node, level, active)
+        if not ranks // units[0] <= active <= node:
+            raise ValueError(
+                f"active_per_node: {active}; {ranks // units[0]} (the group's own) to {node} is wanted"
+            )
+        return Group(ranks, units, active)
 
     def table(self, op: str, ranks: int) -> Table | None:
         """The measured table of that collective on that many ranks of a node, if there is one."""
