@@ -257,19 +257,19 @@ class GraphBuilder:
             raise ValueError(f"task {name!r}: names a stream twice: {streams}")
         if not 0.0 <= sm_sensitivity <= 1.0:
             raise ValueError(f"task {name!r}: sm_sensitivity is {sm_sensitivity}; 0 to 1 is wanted")
+        if transfer is not None and (transfer.num_bytes < 0 or not transfer.links):
+            raise ValueError(f"task {name!r}: {transfer} needs num_bytes >= 0 and at least one link")
+        for taken_from, fraction in (sm_taken or {}).items():
+            if taken_from in streams:
+                raise ValueError(f"task {name!r}: takes SMs of its own stream {taken_from!r}")
+            if not 0.0 < fraction < 1.0:
+                raise ValueError(
+                    f"task {name!r}: takes {fraction} of the SMs of {taken_from!r}; (0, 1) is wanted"
+                )
         task = len(self._names)
         if transfer is not None:
-            if transfer.num_bytes < 0 or not transfer.links:
-                raise ValueError(f"task {name!r}: {transfer} needs num_bytes >= 0 and at least one link")
             self._transfers[task] = transfer
         if sm_taken:
-            for taken_from, fraction in sm_taken.items():
-                if taken_from in streams:
-                    raise ValueError(f"task {name!r}: takes SMs of its own stream {taken_from!r}")
-                if not 0.0 < fraction < 1.0:
-                    raise ValueError(
-                        f"task {name!r}: takes {fraction} of the SMs of {taken_from!r}; (0, 1) is wanted"
-                    )
             self._sm_taken[task] = tuple((self._stream(s), round(f * PPM)) for s, f in sm_taken.items())
         if sm_sensitivity != 1.0:
             self._sm_sensitivity[task] = round(sm_sensitivity * PPM)
