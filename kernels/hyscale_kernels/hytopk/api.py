@@ -6,8 +6,9 @@ The contract is in ``hytopk``'s docstring; README.md beside this file says why i
 import torch
 
 from .compact import launch_compact
-from .plan import MAX_TOP_K, Plan, workspace_bound
+from .plan import MAX_TOP_K, Plan, ceil_div, workspace_bound
 from .prepare import launch_prepare
+from .problem import Problem, Results
 from .repair import launch_repair
 from .rescore import launch_rescore
 from .scan import launch_scan
@@ -112,7 +113,7 @@ def dense_scores(
         check_scales(k_scale)
     with torch.cuda.device_of(q):
         lo, hi, _ = launch_prepare(start, end, q.shape[0], k.shape[0], q.device)
-        return launch_dense(q.detach(), k.detach(), w.detach(), k_scale, lo, hi, plan)
+        return launch_dense(Problem(q.detach(), k.detach(), w.detach(), k_scale, lo, hi), plan)
 
 
 def workspace_bytes(
@@ -142,58 +143,30 @@ def _hytopk(
         check_windows(start, end, S)
         check_scales(k_scale)
     indices, count, scores, nans, pending, filled, _ = _outputs(q, top_k, return_scores)
-    wanted = scores if return_scores else None
+    results = Results(indices, count, scores if return_scores else None, nans, pending, filled)
     with torch.cuda.device_of(q):
         lo, hi, invalid = launch_prepare(start, end, T, S, device)
+        problem = Problem(q, k, w, k_scale, lo, hi)
         for row0 in range(0, T, sizes.row_chunk):
-            R = min(sizes.row_chunk, T - row0)
-            kept = filled[row0 : row0 + R]
-            scan_hi, threshold = launch_threshold(q, k, w, k_scale, lo, hi, kept, row0, top_k, sizes)
-            buffer = torch.empty((R, sizes.capacity), dtype=torch.int32, device=device)
-            words = (min(sizes.key_chunk, S) + 31) // 32
-            bitmap = torch.empty((R, words), dtype=torch.int32, device=device)
-            for key0 in range(0, S, sizes.key_chunk):
-                key1 = min(key0 + sizes.key_chunk, S)
-                launch_scan(q, k, w, k_scale, lo, scan_hi, threshold, bitmap, row0, key0, key1, sizes)
-                launch_compact(bitmap, lo, scan_hi, kept, buffer, row0, key0, key1, sizes)
-            del bitmap
-            keys = launch_rescore(q, k, w, k_scale, buffer, kept, row0, sizes)
-            launch_select(
-                buffer,
-                keys,
-                kept,
-                threshold,
-                lo,
-                hi,
-                indices,
-                count,
-                wanted,
-                nans,
-                pending,
-                row0,
-                top_k,
-                sizes,
-            )
-            launch_repair(
-                q,
-                k,
-                w,
-                k_scale,
-                lo,
-                hi,
-                pending,
-                buffer,
-                keys,
-                indices,
-                count,
-                wanted,
-                nans,
-                row0,
-                top_k,
-                sizes,
-            )
-            del buffer, keys
+            _select_rows(problem, results, row0, min(sizes.row_chunk, T - row0), top_k, sizes)
     return indices, count, scores, nans, pending, filled, invalid
+
+
+def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: int, plan: Plan) -> None:
+    """All stages for rows row0 .. row0+R-1."""
+    S = problem.num_keys
+    filled = results.filled[row0 : row0 + R]
+    scan_hi, threshold = launch_threshold(problem, filled, row0, top_k, plan)
+    candidates = torch.empty((R, plan.capacity), dtype=torch.int32, device=problem.device)
+    bitmap = torch.empty((R, ceil_div(min(plan.key_chunk, S), 32)), dtype=torch.int32, device=problem.device)
+    for key0 in range(0, S, plan.key_chunk):
+        key1 = min(key0 + plan.key_chunk, S)
+        launch_scan(problem, scan_hi, threshold, bitmap, row0, key0, key1, plan)
+        launch_compact(problem, bitmap, scan_hi, filled, candidates, row0, key0, key1, plan)
+    del bitmap
+    keys = launch_rescore(problem, candidates, filled, row0, plan)
+    launch_select(problem, candidates, keys, filled, threshold, results, row0, top_k, plan)
+    launch_repair(problem, candidates, keys, results, row0, top_k, plan)
 
 
 @_hytopk.register_fake
@@ -296,7 +269,8 @@ def _check(q: object, k: object, w: object, start: object, end: object, k_scale:
                 )
     if start is None and end is None and T != S:
         raise ValueError(
-            f"start and end are missing; the causal default needs as many queries as keys, got T = {T}, S = {S}"
+            "start and end are missing; the causal default needs as many queries as keys, "
+            f"got T = {T}, S = {S}"
         )
     if q.dtype == torch.float8_e4m3fn:
         if k_scale is None:

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan
+from .plan import Plan, ceil_div
+from .problem import Problem
 
 
 @triton.jit
@@ -69,8 +70,8 @@ def _compact_kernel(
 
 
 def launch_compact(
+    problem: Problem,
     bitmap: torch.Tensor,
-    lo: torch.Tensor,
     scan_hi: torch.Tensor,
     filled: torch.Tensor,
     candidates: torch.Tensor,
@@ -81,9 +82,9 @@ def launch_compact(
 ) -> None:
     """Append to candidates int32 [R, capacity] and add to filled int32 [R] what the bitmap holds."""
     R, words = bitmap.shape
-    _compact_kernel[(triton.cdiv(R, plan.row_group),)](
+    _compact_kernel[(ceil_div(R, plan.row_group),)](
         bitmap,
-        lo,
+        problem.lo,
         scan_hi,
         filled,
         candidates,

@@ -4,7 +4,6 @@ import math
 from dataclasses import astuple, dataclass, fields
 
 import torch
-import triton
 
 MIB = 2**20
 
@@ -22,9 +21,18 @@ MOST_CHUNK_KEYS = 2**24
 ROW_BYTES = 24
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def padded(size: int, dtype: torch.dtype) -> int:
     """Head size as the tensor core takes it: a power of two, at least 16 (32 for one-byte operands)."""
-    return max(triton.next_power_of_2(size), 32 if dtype.itemsize == 1 else 16)
+    return max(next_power_of_2(size), 32 if dtype.itemsize == 1 else 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +98,8 @@ class Plan:
         else:
             tile_rows, tile_keys, gather, row_group, stages, warps = 16, 64, 64, 16, 1, 1
             fewest_candidates, samples = 128, 64
-        capacity = max(triton.next_power_of_2((4 if top_k <= 4096 else 2) * top_k), fewest_candidates)
-        capacity = max(capacity, triton.next_power_of_2(top_k + gather))
+        capacity = max(next_power_of_2((4 if top_k <= 4096 else 2) * top_k), fewest_candidates)
+        capacity = max(capacity, next_power_of_2(top_k + gather))
         row_chunk, key_chunk = _chunks(T, S, top_k, capacity, samples, tile_rows, tile_keys)
         return cls(
             tile_rows,
@@ -119,15 +127,15 @@ class Plan:
         """Keys one scan program walks: short enough that programs outnumber the device's slots."""
         if self.segment:
             return self.segment
-        row_tiles = triton.cdiv(rows, self.tile_rows)
-        wanted = triton.cdiv(2048, row_tiles)
-        tiles = triton.cdiv(triton.cdiv(keys, self.tile_keys), wanted)
+        row_tiles = ceil_div(rows, self.tile_rows)
+        wanted = ceil_div(2048, row_tiles)
+        tiles = ceil_div(ceil_div(keys, self.tile_keys), wanted)
         return max(1, min(tiles, 4096 // self.tile_keys)) * self.tile_keys
 
     def workspace_bytes(self, T: int, S: int) -> int:
         """Peak bytes allocated beside the outputs for T rows over S keys."""
         rows = min(self.row_chunk, T)
-        words = triton.cdiv(min(self.key_chunk, S), 32)
+        words = ceil_div(min(self.key_chunk, S), 32)
         sampling = rows * self.samples * 4
         scanning = rows * (self.capacity * 8 + words * 4)
         return rows * ROW_BYTES + max(sampling, scanning)
@@ -144,26 +152,27 @@ class Plan:
 
 def _samples(S: int, top_k: int) -> int:
     """Sampled keys: enough that about 32 of them are expected above the cut, 2,048 to 16,384."""
-    expected = 64 if S <= 64 * top_k else 32
-    wanted = triton.next_power_of_2(max(1, math.ceil(expected * S / top_k)))
+    expected = 64 if S // top_k <= 64 else 32
+    wanted = next_power_of_2(max(1, math.ceil(expected * S / top_k)))
     return max(2048, min(wanted, 16384))
 
 
 def _chunks(
     T: int, S: int, top_k: int, capacity: int, samples: int, tile_rows: int, tile_keys: int
 ) -> tuple[int, int]:
-    """Largest row chunk, then key chunk, whose buffers stay within the promised workspace."""
+    """Fewest even row chunks, then key chunks, whose buffers stay within the promised workspace."""
     budget = WORKSPACE_PER_INDEX * T * top_k + WORKSPACE_FIXED
     fixed = ROW_BYTES + capacity * 8
-    least_bitmap = min(S, 2**19) // 8 + tile_keys
+    least_bitmap = min(S, 2**18) // 8 + tile_keys
     per_row = max(fixed + least_bitmap, ROW_BYTES + samples * 4)
     most_rows = max(1, budget // per_row // tile_rows) * tile_rows
-    chunks = triton.cdiv(max(T, 1), most_rows)
-    row_chunk = triton.cdiv(triton.cdiv(max(T, 1), chunks), tile_rows) * tile_rows
+    chunks = ceil_div(max(T, 1), most_rows)
+    row_chunk = ceil_div(ceil_div(max(T, 1), chunks), tile_rows) * tile_rows
     rows = min(row_chunk, max(T, 1))
     bitmap_bytes = budget // rows - fixed
-    most_tiles = min(bitmap_bytes * 8, MOST_CHUNK_KEYS) // tile_keys
-    key_chunk = max(1, min(triton.cdiv(S, tile_keys), most_tiles)) * tile_keys
+    most_keys = max(1, min(bitmap_bytes * 8, MOST_CHUNK_KEYS) // tile_keys) * tile_keys
+    chunks = ceil_div(max(S, 1), most_keys)
+    key_chunk = ceil_div(ceil_div(max(S, 1), chunks), tile_keys) * tile_keys
     return row_chunk, key_chunk
 
 

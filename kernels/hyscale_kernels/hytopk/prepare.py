@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .plan import ceil_div
+
 
 @triton.jit(do_not_specialize=["T", "S"])
 def _prepare_kernel(
@@ -50,7 +52,7 @@ def launch_prepare(
     lo, hi, invalid = (torch.empty(T, dtype=torch.int32, device=device) for _ in range(3))
     if T:
         block = 256
-        _prepare_kernel[(triton.cdiv(T, block),)](
+        _prepare_kernel[(ceil_div(T, block),)](
             lo if start is None else start,
             hi if end is None else end,
             lo,

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, padded
+from .plan import Plan
+from .problem import Problem, Results
 from .score import NEVER, key_scale, load_keys, load_query, ordered, row_scores, unordered
 from .select import cut
 
@@ -26,13 +27,13 @@ def _repair_kernel(
     k_scale_ptr,
     lo_ptr,
     hi_ptr,
-    pending_ptr,
     buffer_index_ptr,
     buffer_key_ptr,
     index_ptr,
     count_ptr,
     score_ptr,
     nan_ptr,
+    pending_ptr,
     row0,
     S,
     capacity,
@@ -101,53 +102,30 @@ def _repair_kernel(
 
 
 def launch_repair(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    pending: torch.Tensor,
-    buffer_index: torch.Tensor,
-    buffer_key: torch.Tensor,
-    indices: torch.Tensor,
-    count: torch.Tensor,
-    scores: torch.Tensor | None,
-    nans: torch.Tensor,
+    problem: Problem,
+    candidates: torch.Tensor,
+    keys: torch.Tensor,
+    results: Results,
     row0: int,
     top_k: int,
     plan: Plan,
 ) -> None:
-    """Select the pending rows among row0 .. row0+R-1, using their candidate buffers [R, capacity]."""
-    H, D, S = q.shape[1], q.shape[2], k.shape[0]
-    _repair_kernel[(buffer_index.shape[0],)](
-        q,
-        k,
-        w,
-        k if k_scale is None else k_scale,
-        lo,
-        hi,
-        pending,
-        buffer_index,
-        buffer_key,
-        indices,
-        count,
-        indices if scores is None else scores,
-        nans,
+    """Select the pending rows among row0 .. row0+R-1, in their candidate buffers [R, capacity]."""
+    _repair_kernel[(candidates.shape[0],)](
+        *problem.pointers(),
+        problem.lo,
+        problem.hi,
+        candidates,
+        keys,
+        *results.pointers(),
         row0,
-        S,
+        problem.num_keys,
         plan.capacity,
         top_k,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        w.stride(0),
-        HAS_SCALE=k_scale is not None,
-        WITH_SCORES=scores is not None,
-        H=H,
-        H_PAD=max(16, triton.next_power_of_2(H)),
-        D=D,
-        D_PAD=padded(D, q.dtype),
+        *problem.strides(),
+        **problem.constants(),
+        WITH_SCORES=results.scores is not None,
+        H_PAD=problem.padded_heads(),
         N=plan.gather,
         C=plan.capacity,
         num_warps=min(16, max(4, plan.capacity // 1024)),

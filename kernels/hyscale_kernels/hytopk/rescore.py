@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, padded
+from .plan import Plan
+from .problem import Problem
 from .score import key_scale, load_keys, load_query, ordered, row_scores
 
 
@@ -55,38 +56,20 @@ def _rescore_kernel(
 
 
 def launch_rescore(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    candidates: torch.Tensor,
-    filled: torch.Tensor,
-    row0: int,
-    plan: Plan,
+    problem: Problem, candidates: torch.Tensor, filled: torch.Tensor, row0: int, plan: Plan
 ) -> torch.Tensor:
     """Ordered canonical scores int32 [R, capacity] of the candidates of rows row0 .. row0+R-1."""
-    H, D = q.shape[1], q.shape[2]
-    R = filled.shape[0]
     keys = torch.empty_like(candidates)
-    _rescore_kernel[(R,)](
-        q,
-        k,
-        w,
-        k if k_scale is None else k_scale,
+    _rescore_kernel[(filled.shape[0],)](
+        *problem.pointers(),
         candidates,
         filled,
         keys,
         row0,
         plan.capacity,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        w.stride(0),
-        HAS_SCALE=k_scale is not None,
-        H=H,
-        H_PAD=max(16, triton.next_power_of_2(H)),
-        D=D,
-        D_PAD=padded(D, q.dtype),
+        *problem.strides(),
+        **problem.constants(),
+        H_PAD=problem.padded_heads(),
         N=plan.gather,
         STAGES=2,
         num_warps=4,

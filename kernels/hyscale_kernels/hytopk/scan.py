@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, padded
+from .plan import Plan, ceil_div
+from .problem import Problem
 from .score import key_scale, load_keys_transposed, tile_scores
 from .threshold import tile_window
 
@@ -88,11 +89,7 @@ def _scan_kernel(
 
 
 def launch_scan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    lo: torch.Tensor,
+    problem: Problem,
     scan_hi: torch.Tensor,
     threshold: torch.Tensor,
     bitmap: torch.Tensor,
@@ -103,35 +100,25 @@ def launch_scan(
 ) -> None:
     """Fill bitmap int32 [R, words] for rows row0 .. row0+R-1 and keys [key0, key1).
 
-    key0 is a multiple of plan.tile_keys; lo covers all rows of the call, scan_hi and threshold the chunk.
+    key0 is a multiple of plan.tile_keys; scan_hi and threshold are the chunk's, [R].
     """
-    H, D, S = q.shape[1], q.shape[2], k.shape[0]
     R, words = bitmap.shape
     segment = plan.segment_keys(R, key1 - key0)
-    _scan_kernel[(triton.cdiv(R, plan.tile_rows), triton.cdiv(key1 - key0, segment))](
-        q,
-        k,
-        w,
-        k if k_scale is None else k_scale,
-        lo,
+    _scan_kernel[(ceil_div(R, plan.tile_rows), ceil_div(key1 - key0, segment))](
+        *problem.pointers(),
+        problem.lo,
         scan_hi,
         threshold,
         bitmap,
         row0,
         R,
-        S,
+        problem.num_keys,
         key0,
         key1,
         segment,
         words,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        w.stride(0),
-        HAS_SCALE=k_scale is not None,
-        H=H,
-        D=D,
-        D_PAD=padded(D, q.dtype),
+        *problem.strides(),
+        **problem.constants(),
         BT=plan.tile_rows,
         BS=plan.tile_keys,
         STAGES=plan.stages,

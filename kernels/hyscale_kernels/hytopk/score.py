@@ -28,7 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, padded
+from .plan import Plan, ceil_div
+from .problem import Problem
 
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -227,40 +228,23 @@ def _dense_kernel(
         tl.store(pointers, score, mask=(o_t < T)[:, None] & (o_s < S)[None, :])
 
 
-def launch_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    plan: Plan,
-) -> torch.Tensor:
-    """Canonical scores float32 [T, S]; -inf outside [lo, hi), which must be cleaned int32 [T]."""
-    (T, H, D), S = q.shape, k.shape[0]
-    out = torch.empty((T, S), dtype=torch.float32, device=q.device)
+def launch_dense(problem: Problem, plan: Plan) -> torch.Tensor:
+    """Canonical scores float32 [T, S]; -inf outside the windows."""
+    T, S = problem.num_queries, problem.num_keys
+    out = torch.empty((T, S), dtype=torch.float32, device=problem.device)
     if T == 0 or S == 0:
         return out
     segment = plan.segment_keys(T, S)
-    _dense_kernel[(triton.cdiv(S, segment), triton.cdiv(T, plan.tile_rows))](
-        q,
-        k,
-        w,
-        k if k_scale is None else k_scale,
-        lo,
-        hi,
+    _dense_kernel[(ceil_div(S, segment), ceil_div(T, plan.tile_rows))](
+        *problem.pointers(),
+        problem.lo,
+        problem.hi,
         out,
         T,
         S,
         segment,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        w.stride(0),
-        HAS_SCALE=k_scale is not None,
-        H=H,
-        D=D,
-        D_PAD=padded(D, q.dtype),
+        *problem.strides(),
+        **problem.constants(),
         BT=plan.tile_rows,
         BS=plan.tile_keys,
         STAGES=plan.stages,

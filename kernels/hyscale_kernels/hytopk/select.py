@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan
+from .plan import Plan, ceil_div
+from .problem import Problem, Results
 from .score import NEVER, unordered
 
 
@@ -108,40 +109,31 @@ def _select_kernel(
 
 
 def launch_select(
+    problem: Problem,
     candidates: torch.Tensor,
     keys: torch.Tensor,
     filled: torch.Tensor,
     threshold: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    indices: torch.Tensor,
-    count: torch.Tensor,
-    scores: torch.Tensor | None,
-    nans: torch.Tensor,
-    pending: torch.Tensor,
+    results: Results,
     row0: int,
     top_k: int,
     plan: Plan,
 ) -> None:
-    """Write the result of rows row0 .. row0+R-1; lo, hi and the results cover all rows of the call."""
+    """Write the results of rows row0 .. row0+R-1; candidates, keys, filled and threshold are the chunk's."""
     R = filled.shape[0]
-    _select_kernel[(triton.cdiv(R, plan.row_group),)](
+    _select_kernel[(ceil_div(R, plan.row_group),)](
         candidates,
         keys,
         filled,
         threshold,
-        lo,
-        hi,
-        indices,
-        count,
-        indices if scores is None else scores,
-        nans,
-        pending,
+        problem.lo,
+        problem.hi,
+        *results.pointers(),
         row0,
         R,
         plan.capacity,
         top_k,
-        WITH_SCORES=scores is not None,
+        WITH_SCORES=results.scores is not None,
         C=plan.capacity,
         ROWS=plan.row_group,
         BLOCK=max(256 // plan.row_group, 16),

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, padded
+from .plan import Plan, ceil_div
+from .problem import Problem
 from .score import NEVER, key_scale, load_keys_transposed, ordered, tile_scores, unordered
 
 # Standard deviations between the expected number of samples among the K best and the chosen rank.
@@ -152,58 +153,39 @@ def _threshold_kernel(
 
 
 def launch_threshold(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    filled: torch.Tensor,
-    row0: int,
-    top_k: int,
-    plan: Plan,
+    problem: Problem, filled: torch.Tensor, row0: int, top_k: int, plan: Plan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scan_hi int32 [R], threshold float32 [R]) of rows row0 .. row0+R-1; resets filled int32 [R].
 
     filled becomes 0, or -1 for a row that goes straight to repair (its window to scan is then empty).
     """
-    H, D, S, R = q.shape[1], q.shape[2], k.shape[0], filled.shape[0]
-    device = q.device
+    R, S, device = filled.shape[0], problem.num_keys, problem.device
     scan_hi = torch.empty(R, dtype=torch.int32, device=device)
     threshold = torch.empty(R, dtype=torch.float32, device=device)
-    samples = filled  # not read when no window exceeds the buffer
-    if S > plan.capacity:
+    samples = filled  # not read when no window can exceed the buffer
+    if plan.capacity < S:
         samples = torch.empty((R, plan.samples), dtype=torch.int32, device=device)
-        _sample_kernel[(triton.cdiv(R, plan.tile_rows), plan.samples // plan.tile_keys)](
-            q,
-            k,
-            w,
-            k if k_scale is None else k_scale,
-            lo,
-            hi,
+        _sample_kernel[(ceil_div(R, plan.tile_rows), plan.samples // plan.tile_keys)](
+            *problem.pointers(),
+            problem.lo,
+            problem.hi,
             samples,
             row0,
             R,
             S,
             plan.samples,
             plan.capacity,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            w.stride(0),
-            HAS_SCALE=k_scale is not None,
-            H=H,
-            D=D,
-            D_PAD=padded(D, q.dtype),
+            *problem.strides(),
+            **problem.constants(),
             BT=plan.tile_rows,
             BS=plan.tile_keys,
             STAGES=plan.stages,
             num_warps=plan.warps,
         )
-    _threshold_kernel[(triton.cdiv(R, plan.row_group),)](
+    _threshold_kernel[(ceil_div(R, plan.row_group),)](
         samples,
-        lo,
-        hi,
+        problem.lo,
+        problem.hi,
         scan_hi,
         threshold,
         filled,
