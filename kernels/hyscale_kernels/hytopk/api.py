@@ -13,7 +13,7 @@ from .repair import launch_repair
 from .rescore import launch_rescore
 from .scan import launch_scan
 from .score import INTERPRET, launch_dense
-from .select import launch_select
+from .select import launch_select, launch_select_table
 from .selection import Selection, Stats, check_scales, check_windows
 from .threshold import launch_threshold
 
@@ -113,7 +113,8 @@ def dense_scores(
         check_scales(k_scale)
     with torch.cuda.device_of(q):
         lo, hi, _ = launch_prepare(start, end, q.shape[0], k.shape[0], q.device)
-        return launch_dense(Problem(q.detach(), k.detach(), w.detach(), k_scale, lo, hi), plan)
+        problem = Problem(q.detach(), k.detach(), w.detach(), k_scale, lo, hi)
+        return launch_dense(problem, 0, problem.num_queries, plan)
 
 
 def workspace_bytes(
@@ -156,7 +157,11 @@ def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: i
     """All stages for rows row0 .. row0+R-1."""
     S = problem.num_keys
     filled = results.filled[row0 : row0 + R]
-    scan_hi, threshold = launch_threshold(problem, filled, row0, top_k, plan)
+    if plan.capacity >= S:
+        scores = launch_dense(problem, row0, R, plan)
+        launch_select_table(problem, scores, filled, results, row0, top_k, plan)
+        return
+    scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan)
     candidates = torch.empty((R, plan.capacity), dtype=torch.int32, device=problem.device)
     bitmap = torch.empty((R, ceil_div(min(plan.key_chunk, S), 32)), dtype=torch.int32, device=problem.device)
     for key0 in range(0, S, plan.key_chunk):
@@ -166,7 +171,7 @@ def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: i
     del bitmap
     keys = launch_rescore(problem, candidates, filled, row0, plan)
     launch_select(problem, candidates, keys, filled, threshold, results, row0, top_k, plan)
-    launch_repair(problem, candidates, keys, results, row0, top_k, plan)
+    launch_repair(problem, candidates, keys, filled, plateau, results, row0, top_k, plan)
 
 
 @_hytopk.register_fake

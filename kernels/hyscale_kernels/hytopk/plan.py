@@ -17,8 +17,8 @@ MAX_TOP_K = 8192
 # Longest key chunk: keeps the scan's launch grid within bounds when one row leaves room for a huge bitmap.
 MOST_CHUNK_KEYS = 2**24
 
-# Small per-row arrays that live as long as a chunk: lo, hi, scan_hi, threshold, filled, pending.
-ROW_BYTES = 24
+# Small per-row arrays: lo, hi of the call; scan_hi, threshold, plateau of the chunk.
+ROW_BYTES = 20
 
 
 def ceil_div(a: int, b: int) -> int:

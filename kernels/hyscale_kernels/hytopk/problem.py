@@ -53,8 +53,7 @@ class Problem:
 class Results:
     """Outputs of all rows of the call: indices, scores [T, K] (scores None unless wanted); the rest [T].
 
-    pending marks rows that selection left to repair; filled counts the candidates of each row, -1 for
-    rows that skipped the scan.
+    pending marks rows that selection left to repair; filled counts the candidates of each row.
     """
 
     indices: torch.Tensor

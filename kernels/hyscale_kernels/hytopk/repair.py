@@ -1,9 +1,14 @@
 """Stage 6, repair: rows whose threshold missed are selected without one, exactly, on the device.
 
-One program streams all keys of one pending row in ascending order and keeps a running top K: keys that
-beat the current K-th best are appended to the row's buffer, and a full buffer is cut back to its K best.
-A later key that only equals the K-th best loses by the tie rule, so plateaus cost nothing. No input can
-overflow this stage; it is the reason that overflow elsewhere never truncates.
+Two ways, one program a pending row:
+
+* A row that stopped short of a plateau holds every key above the plateau and lacks some on it. Keys are
+  scored again from the left until enough equal ones are found, and the held keys further right follow.
+  On the wide plateaus that cause this, a short walk is enough.
+* Otherwise all keys stream by in ascending order and a running top K is kept: keys that beat the K-th
+  best so far are appended to the row's buffer, and a full buffer is cut back to its K best. A later key
+  that only equals the K-th best loses by the tie rule. No input can overflow this; it is the reason
+  that overflow elsewhere never truncates.
 
 The buffer is the row's candidate buffer. It is written and read by the same program, so every change
 of role is fenced by a barrier.
@@ -19,6 +24,33 @@ from .score import NEVER, key_scale, load_keys, load_query, ordered, row_scores,
 from .select import cut
 
 
+@triton.jit
+def _walk(
+    b_q,
+    k_ptr,
+    w_ptr,
+    k_scale_ptr,
+    row,
+    s,
+    S,
+    k_stride,
+    w_stride_t,
+    HAS_SCALE: tl.constexpr,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Ordered scores [N] of keys s .. s+N-1 (beyond S: of key S-1)."""
+    keys = tl.minimum(s + tl.arange(0, N), S - 1).to(tl.int64)
+    b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
+    score = row_scores(b_q, w_ptr, w_stride_t, row, b_k, H, H_PAD, N)
+    if HAS_SCALE:
+        score = score * key_scale(k_scale_ptr, keys)
+    return ordered(score)
+
+
 @triton.jit(do_not_specialize=["row0", "S", "capacity", "top_k"])
 def _repair_kernel(
     q_ptr,
@@ -29,6 +61,8 @@ def _repair_kernel(
     hi_ptr,
     buffer_index_ptr,
     buffer_key_ptr,
+    filled_ptr,
+    plateau_ptr,
     index_ptr,
     count_ptr,
     score_ptr,
@@ -51,7 +85,7 @@ def _repair_kernel(
     N: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Select row program_id(0) of the chunk if it is pending."""
+    """Select row program_id(0) of the chunk if it is pending. Selection has left its outputs empty."""
     r = tl.program_id(0)
     row = (row0 + r).to(tl.int64)
     if tl.load(pending_ptr + row) != 0:
@@ -60,51 +94,88 @@ def _repair_kernel(
         b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
         p_index = buffer_index_ptr + r.to(tl.int64) * capacity
         p_key = buffer_key_ptr + r.to(tl.int64) * capacity
+        p_out = index_ptr + row * top_k
+        p_score = score_ptr + row * top_k
         o_c = tl.arange(0, C)
-        used = 0
-        nans = 0
-        bar = NEVER
-        for s in tl.range(lo, hi, N, num_stages=1):
-            if used + N > capacity:
-                tl.debug_barrier()
-                held = tl.load(p_key + o_c, mask=o_c < used, other=NEVER)
-                index = tl.load(p_index + o_c, mask=o_c < used, other=0)
-                taken, position, count, last = cut(held[None, :], top_k)
-                tl.debug_barrier()
-                tl.store(p_key + position, held[None, :], mask=taken)
-                tl.store(p_index + position, index[None, :], mask=taken)
-                tl.debug_barrier()
-                used = tl.sum(count)
-                bar = tl.max(last)
-            o_s = s + tl.arange(0, N)
-            keys = tl.minimum(o_s, S - 1).to(tl.int64)
-            b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
-            score = row_scores(b_q, w_ptr, w_stride_t, row, b_k, H, H_PAD, N)
-            if HAS_SCALE:
-                score = score * key_scale(k_scale_ptr, keys)
-            key = ordered(score)
-            nans += tl.sum(((o_s < hi) & (key == NEVER)).to(tl.int32))
-            better = ((o_s < hi) & (key > bar)).to(tl.int32)
-            position = used + tl.cumsum(better, axis=0) - 1
-            tl.store(p_key + position, key, mask=better != 0)
-            tl.store(p_index + position, o_s, mask=better != 0)
-            used += tl.sum(better)
-        tl.debug_barrier()
-        held = tl.load(p_key + o_c, mask=o_c < used, other=NEVER)
-        index = tl.load(p_index + o_c, mask=o_c < used, other=0)
-        taken, position, count, _ = cut(held[None, :], top_k)
-        # The tail is already -1 (and -inf): selection wrote the whole row when it left it pending.
-        tl.store(index_ptr + row * top_k + position, index[None, :], mask=taken)
-        if WITH_SCORES:
-            tl.store(score_ptr + row * top_k + position, unordered(held)[None, :], mask=taken)
-        tl.store(count_ptr + row, tl.sum(count))
-        tl.store(nan_ptr + row, nans)
+        filled = tl.load(filled_ptr + r)
+        plateau = tl.load(plateau_ptr + r)
+        missing = 0
+        if (plateau != NEVER) & (filled <= capacity):
+            held = tl.load(p_key + o_c, mask=o_c < filled, other=NEVER)
+            index = tl.load(p_index + o_c, mask=o_c < filled, other=0)
+            missing = top_k - tl.sum((held != NEVER).to(tl.int32))
+            s = lo
+            used = 0
+            while (s < hi) & (missing > 0):
+                key = _walk(
+                    b_q, k_ptr, w_ptr, k_scale_ptr, row, s, S, k_stride, w_stride_t,
+                    HAS_SCALE, H, H_PAD, D, D_PAD, N,
+                )  # fmt: skip
+                o_s = s + tl.arange(0, N)
+                equal = ((o_s < hi) & (key == plateau)).to(tl.int32)
+                equal = tl.where(tl.cumsum(equal, axis=0) <= missing, equal, 0)
+                taken = equal | ((o_s < hi) & (key > plateau)).to(tl.int32)
+                position = used + tl.cumsum(taken, axis=0) - 1
+                tl.store(p_out + position, o_s, mask=taken != 0)
+                if WITH_SCORES:
+                    tl.store(p_score + position, unordered(key), mask=taken != 0)
+                used += tl.sum(taken)
+                missing -= tl.sum(equal)
+                s += N
+            right = ((held != NEVER) & (index >= s)).to(tl.int32)
+            position = used + tl.cumsum(right, axis=0) - 1
+            tl.store(p_out + position, index, mask=right != 0)
+            if WITH_SCORES:
+                tl.store(p_score + position, unordered(held), mask=right != 0)
+            tl.store(count_ptr + row, top_k)
+        else:
+            missing = top_k
+        if missing > 0:
+            tl.debug_barrier()
+            used = 0
+            nans = 0
+            bar = NEVER
+            for s in tl.range(lo, hi, N, num_stages=1):
+                if used + N > capacity:
+                    tl.debug_barrier()
+                    held = tl.load(p_key + o_c, mask=o_c < used, other=NEVER)
+                    index = tl.load(p_index + o_c, mask=o_c < used, other=0)
+                    taken, position, count, last = cut(held[None, :], top_k)
+                    tl.debug_barrier()
+                    tl.store(p_key + position, held[None, :], mask=taken)
+                    tl.store(p_index + position, index[None, :], mask=taken)
+                    tl.debug_barrier()
+                    used = tl.sum(count)
+                    bar = tl.max(last)
+                key = _walk(
+                    b_q, k_ptr, w_ptr, k_scale_ptr, row, s, S, k_stride, w_stride_t,
+                    HAS_SCALE, H, H_PAD, D, D_PAD, N,
+                )  # fmt: skip
+                o_s = s + tl.arange(0, N)
+                nans += tl.sum(((o_s < hi) & (key == NEVER)).to(tl.int32))
+                better = ((o_s < hi) & (key > bar)).to(tl.int32)
+                position = used + tl.cumsum(better, axis=0) - 1
+                tl.store(p_key + position, key, mask=better != 0)
+                tl.store(p_index + position, o_s, mask=better != 0)
+                used += tl.sum(better)
+            tl.debug_barrier()
+            held = tl.load(p_key + o_c, mask=o_c < used, other=NEVER)
+            index = tl.load(p_index + o_c, mask=o_c < used, other=0)
+            taken, position, count, _ = cut(held[None, :], top_k)
+            # Columns beyond the count are -1 (and -inf): selection, or what follows, wrote them so.
+            tl.store(p_out + position, index[None, :], mask=taken)
+            if WITH_SCORES:
+                tl.store(p_score + position, unordered(held)[None, :], mask=taken)
+            tl.store(count_ptr + row, tl.sum(count))
+            tl.store(nan_ptr + row, nans)
 
 
 def launch_repair(
     problem: Problem,
     candidates: torch.Tensor,
     keys: torch.Tensor,
+    filled: torch.Tensor,
+    plateau: torch.Tensor,
     results: Results,
     row0: int,
     top_k: int,
@@ -117,6 +188,8 @@ def launch_repair(
         problem.hi,
         candidates,
         keys,
+        filled,
+        plateau,
         *results.pointers(),
         row0,
         problem.num_keys,
@@ -128,5 +201,5 @@ def launch_repair(
         H_PAD=problem.padded_heads(),
         N=plan.gather,
         C=plan.capacity,
-        num_warps=min(16, max(4, plan.capacity // 1024)),
+        num_warps=4,
     )

@@ -39,7 +39,7 @@ def _rescore_kernel(
     """Ordered scores of the candidates of row program_id(0); rows bound for repair are left alone."""
     r = tl.program_id(0)
     filled = tl.load(filled_ptr + r)
-    if (filled > 0) & (filled <= capacity):
+    if filled <= capacity:
         row = (row0 + r).to(tl.int64)
         b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
         p_key = candidate_ptr + r.to(tl.int64) * capacity

@@ -151,9 +151,14 @@ def load_query(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
-    """The heads of query ``row`` (int64) as a tile [D_PAD, H_PAD], zero beyond D and H."""
+    """The heads of query ``row`` (int64) as a tile [D_PAD, H_PAD] for ``row_scores``, zero beyond D and H.
+
+    Column 8 j + 2 g + e holds head (H_PAD / 4) g + 2 j + e (g < 4, e < 2). A tensor core hands columns
+    2 g and 2 g + 1 of every eight to one lane, so each lane gets a run of consecutive heads.
+    """
     o_d = tl.arange(0, D_PAD)
-    o_h = tl.arange(0, H_PAD)
+    column = tl.arange(0, H_PAD)
+    o_h = (column // 2 % 4) * (H_PAD // 4) + (column // 8) * 2 + column % 2
     pointers = q_ptr + row * q_stride_t + o_h[None, :] * q_stride_h + o_d[:, None]
     if (D_PAD == D) and (H_PAD == H):
         tile = tl.load(pointers)
@@ -165,7 +170,8 @@ def load_query(
 @triton.jit
 def row_scores(b_q, w_ptr, w_stride_t, row, b_k, H: tl.constexpr, H_PAD: tl.constexpr, N: tl.constexpr):
     """Scores [N], before k_scale, of query ``row`` (b_q from load_query) against b_k [N, D_PAD]."""
-    x = relu(dot(b_k, b_q))
+    x = tl.reshape(relu(dot(b_k, b_q)), (N, H_PAD // 8, 4, 2))
+    x = tl.reshape(tl.permute(x, (0, 2, 1, 3)), (N, H_PAD))  # heads in order
     return _heads_in_order(x, w_ptr + row * w_stride_t, tl.zeros((N,), tl.float32), 0, H_PAD, H, N)
 
 
@@ -183,7 +189,7 @@ def unordered(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["T", "S", "segment"])
+@triton.jit(do_not_specialize=["row0", "R", "S", "segment"])
 def _dense_kernel(
     q_ptr,
     k_ptr,
@@ -192,7 +198,8 @@ def _dense_kernel(
     lo_ptr,
     hi_ptr,
     out_ptr,
-    T,
+    row0,
+    R,
     S,
     segment,
     q_stride_t,
@@ -207,9 +214,11 @@ def _dense_kernel(
     BS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes scores of key segment program_id(0), row tile program_id(1); -inf outside the window."""
-    o_t = tl.program_id(1) * BT + tl.arange(0, BT)
-    rows = tl.minimum(o_t, T - 1).to(tl.int64)
+    """Scores [R, S] of key segment program_id(0), row tile program_id(1); -inf outside the window."""
+    o_r = tl.program_id(1) * BT + tl.arange(0, BT)
+    live = o_r < R
+    o_r = tl.minimum(o_r, R - 1)
+    rows = (row0 + o_r).to(tl.int64)
     lo = tl.load(lo_ptr + rows)
     hi = tl.load(hi_ptr + rows)
     first = tl.program_id(0) * segment
@@ -224,23 +233,24 @@ def _dense_kernel(
             score = score * key_scale(k_scale_ptr, keys)[None, :]
         inside = (o_s[None, :] >= lo[:, None]) & (o_s[None, :] < hi[:, None])
         score = tl.where(inside, tl.where(score == 0.0, 0.0, score), float("-inf"))
-        pointers = out_ptr + rows[:, None] * S + o_s[None, :]
-        tl.store(pointers, score, mask=(o_t < T)[:, None] & (o_s < S)[None, :])
+        pointers = out_ptr + o_r.to(tl.int64)[:, None] * S + o_s[None, :]
+        tl.store(pointers, score, mask=live[:, None] & (o_s < S)[None, :])
 
 
-def launch_dense(problem: Problem, plan: Plan) -> torch.Tensor:
-    """Canonical scores float32 [T, S]; -inf outside the windows."""
-    T, S = problem.num_queries, problem.num_keys
-    out = torch.empty((T, S), dtype=torch.float32, device=problem.device)
-    if T == 0 or S == 0:
+def launch_dense(problem: Problem, row0: int, R: int, plan: Plan) -> torch.Tensor:
+    """Canonical scores float32 [R, S] of rows row0 .. row0+R-1; -inf outside the windows."""
+    S = problem.num_keys
+    out = torch.empty((R, S), dtype=torch.float32, device=problem.device)
+    if R == 0 or S == 0:
         return out
-    segment = plan.segment_keys(T, S)
-    _dense_kernel[(ceil_div(S, segment), ceil_div(T, plan.tile_rows))](
+    segment = plan.segment_keys(R, S)
+    _dense_kernel[(ceil_div(S, segment), ceil_div(R, plan.tile_rows))](
         *problem.pointers(),
         problem.lo,
         problem.hi,
         out,
-        T,
+        row0,
+        R,
         S,
         segment,
         *problem.strides(),

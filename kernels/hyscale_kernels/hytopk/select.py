@@ -6,6 +6,9 @@ cumulative sum gives both the tie rule and the ascending order of the result.
 
 A row is left pending for repair when its buffer overflowed, or when fewer than K candidates came
 through although the window holds more.
+
+Short contexts (no more keys than the buffer holds candidates) skip the stages before: their scores are
+small enough to keep, and selection reads them as a table.
 """
 
 import torch
@@ -14,7 +17,7 @@ import triton.language as tl
 
 from .plan import Plan, ceil_div
 from .problem import Problem, Results
-from .score import NEVER, unordered
+from .score import NEVER, ordered, unordered
 
 
 @triton.jit
@@ -69,28 +72,42 @@ def _select_kernel(
     capacity,
     top_k,
     WITH_SCORES: tl.constexpr,
+    TABLE: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Result of ROWS rows a program, and whether each is pending for repair."""
+    """Result of ROWS rows a program, and whether each is pending for repair.
+
+    With TABLE, key_ptr is the score table float32 [R, capacity], and candidate_ptr and threshold_ptr
+    are not read.
+    """
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = o_r < R
     o_r = tl.minimum(o_r, R - 1)
     rows = (row0 + o_r).to(tl.int64)
-    filled = tl.load(filled_ptr + o_r)
-    length = tl.load(hi_ptr + rows) - tl.load(lo_ptr + rows)
-    whole = (filled >= 0) & (filled <= capacity)
+    lo = tl.load(lo_ptr + rows)
+    hi = tl.load(hi_ptr + rows)
     o_c = tl.arange(0, C)
-    mask = (whole & live)[:, None] & (o_c[None, :] < filled[:, None])
     offsets = o_r.to(tl.int64)[:, None] * capacity + o_c[None, :]
-    key = tl.load(key_ptr + offsets, mask=mask, other=NEVER)
-    index = tl.load(candidate_ptr + offsets, mask=mask, other=0)
-    taken, position, count, _ = cut(key, top_k)
+    if TABLE:
+        mask = live[:, None] & (o_c[None, :] >= lo[:, None]) & (o_c[None, :] < hi[:, None])
+        key = tl.where(mask, ordered(tl.load(key_ptr + offsets, mask=mask, other=0.0)), NEVER)
+        index = tl.broadcast_to(o_c[None, :], (ROWS, C))
+        taken, position, count, _ = cut(key, top_k)
+        pending = tl.zeros((ROWS,), tl.int1)
+        tl.store(filled_ptr + o_r, hi - lo, mask=live)
+    else:
+        filled = tl.load(filled_ptr + o_r)
+        whole = filled <= capacity
+        mask = (whole & live)[:, None] & (o_c[None, :] < filled[:, None])
+        key = tl.load(key_ptr + offsets, mask=mask, other=NEVER)
+        index = tl.load(candidate_ptr + offsets, mask=mask, other=0)
+        taken, position, count, _ = cut(key, top_k)
+        # With a threshold of -inf every key of the window is a candidate: few of them is no miss.
+        complete = tl.load(threshold_ptr + o_r) == float("-inf")
+        pending = (~whole) | ((count < tl.minimum(hi - lo, top_k)) & ~complete)
     nans = tl.sum((mask & (key == NEVER)).to(tl.int32), axis=1)
-    # With a threshold of -inf every key of the window is a candidate: few of them is no miss.
-    complete = tl.load(threshold_ptr + o_r) == float("-inf")
-    pending = (~whole) | ((count < tl.minimum(length, top_k)) & ~complete)
     taken = taken & ~pending[:, None]
     count = tl.where(pending, 0, count)
     p_index = index_ptr + rows[:, None] * top_k
@@ -120,6 +137,36 @@ def launch_select(
     plan: Plan,
 ) -> None:
     """Write the results of rows row0 .. row0+R-1; candidates, keys, filled and threshold are the chunk's."""
+    _launch(problem, candidates, keys, filled, threshold, results, row0, top_k, plan, plan.capacity, False)
+
+
+def launch_select_table(
+    problem: Problem,
+    scores: torch.Tensor,
+    filled: torch.Tensor,
+    results: Results,
+    row0: int,
+    top_k: int,
+    plan: Plan,
+) -> None:
+    """Write the results of rows row0 .. row0+R-1 from their scores float32 [R, S], S <= plan.capacity."""
+    S = problem.num_keys
+    _launch(problem, filled, scores, filled, filled, results, row0, top_k, plan, S, True)
+
+
+def _launch(
+    problem: Problem,
+    candidates: torch.Tensor,
+    keys: torch.Tensor,
+    filled: torch.Tensor,
+    threshold: torch.Tensor,
+    results: Results,
+    row0: int,
+    top_k: int,
+    plan: Plan,
+    capacity: int,
+    table: bool,
+) -> None:
     R = filled.shape[0]
     _select_kernel[(ceil_div(R, plan.row_group),)](
         candidates,
@@ -131,9 +178,10 @@ def launch_select(
         *results.pointers(),
         row0,
         R,
-        plan.capacity,
+        capacity,
         top_k,
         WITH_SCORES=results.scores is not None,
+        TABLE=table,
         C=plan.capacity,
         ROWS=plan.row_group,
         BLOCK=max(256 // plan.row_group, 16),

@@ -9,11 +9,9 @@ import torch
 class Stats:
     """What happened to each row; int32 [T] on the call's device, read without synchronising.
 
-    nan_scores   keys of the row's window whose score is NaN; they are never selected. A row that needed
-                 no repair counts all of them, because NaN always passes the scan
+    nan_scores   keys of the row's window whose score is NaN; they are never selected
     rescored     1 where the sampled threshold missed and the row was selected by repair
-    candidates   keys that passed the row's threshold (more than the buffer holds when it overflowed);
-                 -1 where the sample already sent the row to repair
+    candidates   keys that passed the row's threshold; more than the plan's capacity when they overflowed
     invalid      1 where the row's window is no window: start < 0, end > S or start > end
     """
 

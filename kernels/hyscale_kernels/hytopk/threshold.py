@@ -6,7 +6,10 @@ number of samples expected among the row's K best. The guess may be wrong: a row
 too many candidates is repaired, so the threshold decides speed and never the result.
 
 Rows that need no threshold (window not longer than the candidate buffer) get -inf: every key is kept.
-Rows whose sample already shows a plateau too wide for the buffer go straight to repair.
+
+A plateau of equal scores wider than the buffer (relu makes them: whole rows of exact zeros) would flood
+any threshold at its height. A row whose sample shows one keeps only what lies above it, and remembers
+the height: repair then takes the missing keys from the plateau, smallest first, and stops early.
 """
 
 import torch
@@ -92,6 +95,7 @@ def _threshold_kernel(
     hi_ptr,
     scan_hi_ptr,
     threshold_ptr,
+    plateau_ptr,
     filled_ptr,
     row0,
     R,
@@ -101,7 +105,7 @@ def _threshold_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Threshold, end of the window to scan, and reset candidate count of ROWS rows a program."""
+    """Threshold, plateau, end of the window to scan, and reset candidate count of ROWS rows a program."""
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = o_r < R
     o_r = tl.minimum(o_r, R - 1)
@@ -110,7 +114,7 @@ def _threshold_kernel(
     length = hi - lo
     guess = live & (length > capacity)
     threshold = tl.zeros((ROWS,), tl.float32) + float("-inf")
-    flood = tl.zeros((ROWS,), tl.int1)
+    plateau = tl.zeros((ROWS,), tl.int32) + NEVER
     if tl.max(guess.to(tl.int32)) > 0:
         p_s = sample_ptr + o_r.to(tl.int64)[:, None] * samples
         seen = tl.zeros((ROWS,), tl.int32)
@@ -143,25 +147,30 @@ def _threshold_kernel(
             high = tl.where(searching & (count < rank), middle - 1, high)
             low = tl.where(up, middle, low)
             reach = tl.where(up, count, reach)
-        threshold = tl.where(guess, unordered(low), threshold)
-        # Expected candidates; twice the buffer means a plateau that scanning cannot resolve.
+        # More candidates expected than fit: only equal scores can have held the search up.
         share = reach.to(tl.float32) / tl.maximum(seen, 1).to(tl.float32)
-        flood = guess & (share * length.to(tl.float32) > 2.0 * capacity.to(tl.float32))
-    tl.store(threshold_ptr + o_r, threshold, mask=live)
-    tl.store(scan_hi_ptr + o_r, tl.where(flood, lo, hi), mask=live)
-    tl.store(filled_ptr + o_r, tl.where(flood, -1, 0), mask=live)
+        flood = guess & (low == high) & (share * length.to(tl.float32) > capacity.to(tl.float32))
+        plateau = tl.where(flood, low, plateau)
+        threshold = tl.where(guess, unordered(tl.where(flood, low + 1, low)), threshold)
+    # Nothing lies above a plateau of +inf: such a row has nothing to scan for and is repaired whole.
+    peak = threshold != threshold
+    tl.store(threshold_ptr + o_r, tl.where(peak, float("inf"), threshold), mask=live)
+    tl.store(plateau_ptr + o_r, tl.where(peak, NEVER, plateau), mask=live)
+    tl.store(scan_hi_ptr + o_r, tl.where(peak, lo, hi), mask=live)
+    tl.store(filled_ptr + o_r, tl.zeros((ROWS,), tl.int32), mask=live)
 
 
 def launch_threshold(
     problem: Problem, filled: torch.Tensor, row0: int, top_k: int, plan: Plan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scan_hi int32 [R], threshold float32 [R]) of rows row0 .. row0+R-1; resets filled int32 [R].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(scan_hi int32, threshold float32, plateau int32), all [R], of rows row0 .. row0+R-1; filled := 0.
 
-    filled becomes 0, or -1 for a row that goes straight to repair (its window to scan is then empty).
+    plateau is the ordered score of the plateau just below the threshold, NEVER where there is none.
     """
     R, S, device = filled.shape[0], problem.num_keys, problem.device
     scan_hi = torch.empty(R, dtype=torch.int32, device=device)
     threshold = torch.empty(R, dtype=torch.float32, device=device)
+    plateau = torch.empty(R, dtype=torch.int32, device=device)
     samples = filled  # not read when no window can exceed the buffer
     if plan.capacity < S:
         samples = torch.empty((R, plan.samples), dtype=torch.int32, device=device)
@@ -188,6 +197,7 @@ def launch_threshold(
         problem.hi,
         scan_hi,
         threshold,
+        plateau,
         filled,
         row0,
         R,
@@ -198,4 +208,4 @@ def launch_threshold(
         BLOCK=2048 // plan.row_group,
         num_warps=4,
     )
-    return scan_hi, threshold
+    return scan_hi, threshold, plateau
