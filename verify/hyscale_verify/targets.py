@@ -1,0 +1,262 @@
+"""What the suite can judge: our kernels, their rivals, and anyone's function.
+
+A target turns a :class:`~hyscale_verify.cases.Case` into selected indices. What else it *offers* decides
+which properties apply:
+
+    fused    takes q, k, w (a *selector* takes a finished score table instead)
+    dense    its own float32 scores can be had, so that its selection is judged on them bit for bit
+    hytopk   the whole contract of ``hyscale_kernels.hytopk``: counts, scores, stats, plans, errors
+
+Every target is held to the contract's form as well: strictly ascending indices, then -1. Kernels are imported
+only when a target is built, after :func:`hyscale_verify.devices.prepare`.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hyscale_ref.topk import topk
+from hyscale_verify.cases import Case, Float32, Int32, Tensors
+from hyscale_verify.devices import EnvironmentLackingError
+
+
+@dataclass(frozen=True)
+class Result:
+    """A target's answer: indices int32 [T, K], and what ``hytopk`` adds to them."""
+
+    indices: Int32
+    count: Int32 | None = None
+    scores: Float32 | None = None
+    stats: Any = None
+    selection: Any = None
+
+
+class Target(Protocol):
+    """Something that selects keys."""
+
+    name: str
+    offers: frozenset[str]
+    dtypes: tuple[str, ...]
+
+    def select(self, case: Case, inputs: Tensors | None = None, **options: Any) -> Result:
+        """Run on the case, or on ``inputs`` made from it.
+
+        ``options`` are those of ``hytopk``: return_scores, plan, validate.
+        """
+
+    def dense(self, case: Case) -> Float32:
+        """The target's own scores, float32 [T, S], -inf outside the windows; needs ``dense``."""
+
+
+def outside_windows(case: Case) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """bool [T, S], True where row t may not select key j."""
+    key = np.arange(case.num_keys)
+    return (key < case.start[:, None]) | (key >= case.end[:, None])
+
+
+def given_scores(case: Case) -> Float32:
+    """The exact scores rounded once to float32, as a selector gets them: -inf outside the windows.
+
+    The sign of a zero carries no meaning, and a selector must not see one in it: odd keys get -0.
+    """
+    with np.errstate(over="ignore"):
+        scores = case.scores().astype(np.float32)
+    zero = scores == 0
+    zero[:, ::2] = False
+    scores[zero] = -0.0
+    scores[outside_windows(case)] = -np.inf
+    return scores
+
+
+def _indices(name: str, returned: object, case: Case) -> Int32:
+    """A target's return value as int32 [T, K]; AssertionError where it is not of that form."""
+    if isinstance(returned, torch.Tensor):
+        returned = returned.detach().cpu().numpy()
+    indices = np.asarray(returned)
+    assert np.issubdtype(indices.dtype, np.integer), f"{name} returned {indices.dtype}; allowed: integers"
+    wanted = (case.num_queries, case.top_k)
+    assert indices.shape == wanted, f"{name} returned shape {indices.shape}; allowed: [T, K] = {wanted}"
+    return indices.astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32)
+
+
+class HyTopK:
+    """``hytopk`` of ``package`` (the installed one, or a copy with a planted bug)."""
+
+    def __init__(self, device: str, package: str = "hyscale_kernels") -> None:
+        self.name = "hytopk"
+        self.device = device
+        self.offers = frozenset({"fused", "dense", "hytopk"})
+        self.dtypes = _fused_dtypes(device)
+        self.package = package
+        self.api: ModuleType = importlib.import_module(f"{package}.hytopk")
+
+    def module(self, name: str) -> ModuleType:
+        """A module of the judged package, e.g. ``windows``."""
+        return importlib.import_module(f"{self.package}.{name}")
+
+    def select(self, case: Case, inputs: Tensors | None = None, **options: Any) -> Result:
+        inputs = inputs or case.tensors(self.device)
+        selection = self.api.hytopk(inputs.q, inputs.k, inputs.w, inputs.top_k, **inputs.keywords, **options)
+        return result_of(selection)
+
+    def dense(self, case: Case) -> Float32:
+        inputs = case.tensors(self.device)
+        scores = self.api.dense_scores(inputs.q, inputs.k, inputs.w, **inputs.keywords)
+        return np.asarray(scores.cpu().numpy())
+
+
+def result_of(selection: Any) -> Result:
+    """A kernel's ``Selection`` on the host."""
+    return Result(
+        indices=selection.indices.cpu().numpy(),
+        count=selection.count.cpu().numpy(),
+        scores=None if selection.scores is None else selection.scores.cpu().numpy(),
+        stats=selection.stats,
+        selection=selection,
+    )
+
+
+class Selector:
+    """A function (scores, top_k, start, end) -> indices, fed the exact scores in float32."""
+
+    def __init__(self, name: str, function: Callable[..., object], device: str) -> None:
+        self.name = name
+        self.device = device
+        self.offers = frozenset({"dense"})
+        self.dtypes: tuple[str, ...] = ("fp32",)
+        self._function = function
+
+    def select(self, case: Case, inputs: Tensors | None = None, **options: Any) -> Result:
+        inputs = inputs or case.tensors(self.device)
+        scores = torch.from_numpy(given_scores(case)).to(self.device)
+        returned = self._function(scores, case.top_k, inputs.start, inputs.end)
+        return Result(_indices(self.name, returned, case))
+
+    def dense(self, case: Case) -> Float32:
+        return given_scores(case)
+
+
+class Fused:
+    """A function (q, k, w, top_k, start, end[, k_scale]) -> indices."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., object],
+        device: str,
+        dtypes: tuple[str, ...],
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.offers = frozenset({"fused"})
+        self.dtypes = dtypes
+        self._function = function
+
+    def select(self, case: Case, inputs: Tensors | None = None, **options: Any) -> Result:
+        inputs = inputs or case.tensors(self.device)
+        scale = {} if case.k_scale is None else {"k_scale": inputs.k_scale}
+        returned = self._function(inputs.q, inputs.k, inputs.w, case.top_k, **inputs.windows, **scale)
+        indices = getattr(returned, "indices", returned)
+        return Result(_indices(self.name, indices, case))
+
+    def dense(self, case: Case) -> Float32:
+        raise NotImplementedError(f"{self.name} does not show its scores")
+
+
+def _reference(scores: torch.Tensor, top_k: int, start: torch.Tensor, end: torch.Tensor) -> object:
+    """The oracle's own selection."""
+    table, low, high = (each.cpu().numpy() for each in (scores, start, end))
+    return topk(table, top_k, low, high).indices
+
+
+def _torch_topk(scores: torch.Tensor, top_k: int, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """``torch.topk`` in each row's window; its members in ascending order, then -1."""
+    indices = torch.full((len(scores), top_k), -1, dtype=torch.int32)
+    for t, (low, high) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        chosen = scores[t, low:high].topk(min(top_k, high - low)).indices
+        indices[t, : len(chosen)] = chosen.sort().values + low
+    return indices
+
+
+def _flashinfer_topk(
+    scores: torch.Tensor, top_k: int, start: torch.Tensor, end: torch.Tensor
+) -> torch.Tensor:
+    """FlashInfer's ragged top-k with its deterministic, smallest-index flags; ascending, then -1."""
+    flashinfer = importlib.import_module("flashinfer")
+    relative = flashinfer.top_k_ragged_transform(
+        scores.contiguous(),
+        offsets=start,
+        lengths=end - start,
+        k=top_k,
+        deterministic=True,
+        tie_break=1,
+        row_starts=start,
+    )
+    last = torch.iinfo(torch.int32).max
+    ordered = torch.where(relative < 0, last, relative).sort(dim=1).values
+    return torch.where(ordered == last, -1, ordered)
+
+
+NAMED = ("hytopk", "slab", "torch_topk", "reference", "flashinfer")
+
+
+def load(spec: str, device: str) -> Target:
+    """The target called ``spec``: one of ``NAMED``, or ``module:function``.
+
+    A function whose parameters start with (scores, top_k) is a selector, one whose parameters start with
+    (q, k, w, top_k) is fused; both must accept ``start`` and ``end``. Raises ValueError naming what is wrong
+    with ``spec``, EnvironmentLackingError where the machine lacks what the target needs.
+    """
+    if spec == "hytopk":
+        return HyTopK(device)
+    if spec == "slab":
+        function = importlib.import_module("hyscale_kernels.baselines").slab
+        return Fused("slab", function, device, _fused_dtypes(device))
+    if spec == "torch_topk":
+        return Selector(spec, _torch_topk, device)
+    if spec == "reference":
+        return Selector(spec, _reference, device)
+    if spec == "flashinfer":
+        if device != "cuda" or importlib.util.find_spec("flashinfer") is None:
+            raise EnvironmentLackingError(
+                "target flashinfer: needs a CUDA device and the package flashinfer-python"
+            )
+        return Selector(spec, _flashinfer_topk, device)
+    if ":" in spec:
+        return _imported(spec, device)
+    raise ValueError(f"target: {spec!r}; allowed: {', '.join(NAMED)}, or module:function")
+
+
+def _fused_dtypes(device: str) -> tuple[str, ...]:
+    return ("bf16", "fp16", "fp8") if device == "cuda" else ("fp32", "bf16", "fp16", "fp8")
+
+
+def _imported(spec: str, device: str) -> Target:
+    path, _, attribute = spec.partition(":")
+    if not path or not attribute:
+        raise ValueError(f"target: {spec!r}; allowed: module:function, both named")
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(f"target: {spec!r} cannot be imported: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"target: module {path!r} has no function {attribute!r}")
+    parameters = list(inspect.signature(function).parameters)
+    missing = [name for name in ("start", "end") if name not in parameters]
+    if parameters[:2] == ["scores", "top_k"] and not missing:
+        return Selector(spec, function, device)
+    if parameters[:4] == ["q", "k", "w", "top_k"] and not missing:
+        dtypes = _fused_dtypes(device) if "k_scale" in parameters else _fused_dtypes(device)[:-1]
+        return Fused(spec, function, device, dtypes)
+    raise ValueError(
+        f"target: {spec!r} has the parameters ({', '.join(parameters)}); "
+        "allowed: (q, k, w, top_k, start, end[, k_scale]) or (scores, top_k, start, end)"
+    )
