@@ -70,12 +70,11 @@ def chrome_trace(
             spans.append(span)
     if path_track:
         spans += [_span(timeline, task, graph.kinds[graph.kind[task]], path_track) for task in critical]
-    events = tracks.names() + spans + list(_arrows(timeline, where))
+    samples = []
     for name, points in (counters or {}).items():
         pid, _ = tracks.number("counters", name)
-        events += [
-            {"ph": "C", "name": name, "pid": pid, "ts": ns / 1000, "args": {"value": v}} for ns, v in points
-        ]
+        samples += [_sample(pid, name, ns, value) for ns, value in points]
+    events = tracks.names() + spans + list(_arrows(timeline, where)) + samples
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
@@ -122,6 +121,10 @@ def _span(timeline: Timeline, task: int, name: str, place: tuple[int, int]) -> E
         "dur": (end - start) / 1000,
         "args": args,
     }
+
+
+def _sample(pid: int, name: str, ns: int, value: float) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "ts": ns / 1000, "args": {"value": value}}
 
 
 def _lanes(timeline: Timeline, tasks: list[int]) -> Iterator[tuple[int, int]]:
