@@ -1,0 +1,84 @@
+"""The free constants, from one file: what is neither measured for a shape nor on a data sheet."""
+
+import tomllib
+from functools import cache
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from hyscale_simulator.descriptions import DATA, Description, Rate, parse
+
+__all__ = ["Calibration", "calibration"]
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class SustainedTensor(Description):
+    """Best GEMM rate over the data sheet's, of one GPU family and dtype (or ``any``)."""
+
+    family: str
+    dtype: str
+    fraction: Share
+    source: str
+
+
+class Stream(Description):
+    """Copy rate over the data sheet's memory rate."""
+
+    fraction: Share
+    source: str
+
+
+class Launch(Description):
+    """Time of an empty kernel."""
+
+    us: Rate
+    source: str
+
+
+class Assumed(Description):
+    """Fraction of its own roofline that an unmeasured op reaches, and how far that may be off."""
+
+    op: str
+    ops: tuple[str, ...] = ()
+    fraction: Share
+    uncertainty: Share
+    source: str
+
+
+class Calibration(Description):
+    """All of them."""
+
+    sustained_tensor: tuple[SustainedTensor, ...]
+    stream: Stream
+    launch: Launch
+    assumed: tuple[Assumed, ...]
+
+    @model_validator(mode="after")
+    def _few(self) -> "Calibration":
+        if self.free_constants > 12:
+            raise ValueError(f"{self.free_constants} free constants; at most 12 are allowed")
+        return self
+
+    @property
+    def free_constants(self) -> int:
+        """How many numbers could be turned."""
+        return len(self.sustained_tensor) + len(self.assumed) + 2
+
+    def sustained(self, family: str, dtype: str) -> float:
+        """Sustained over data-sheet tensor rate; ValueError for a family without one."""
+        for item in self.sustained_tensor:
+            if item.family == family and item.dtype in ("any", "bf16" if dtype == "fp16" else dtype):
+                return item.fraction
+        raise ValueError(f"calibration.toml: no sustained_tensor for family {family!r} and dtype {dtype!r}")
+
+    def assumption(self, op: str) -> Assumed | None:
+        """What is assumed of an op, if anything."""
+        return next((a for a in self.assumed if op == a.op or op in a.ops), None)
+
+
+@cache
+def calibration() -> Calibration:
+    """The shipped constants."""
+    text = (DATA / "calibration.toml").read_text(encoding="utf-8")
+    return parse(Calibration, tomllib.loads(text), "data/calibration.toml")

@@ -1,0 +1,83 @@
+"""Evaluating scenarios: pure and cached, so that thousands can be compared."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+
+from hyscale_simulator.blocks import Pricing, Scale
+from hyscale_simulator.durations import Prices
+from hyscale_simulator.engine import simulate
+from hyscale_simulator.flops import model_flops
+from hyscale_simulator.graph import Graph, Timeline
+from hyscale_simulator.layout import plan
+from hyscale_simulator.longest_path import longest_path
+from hyscale_simulator.profiles import load_profiles
+from hyscale_simulator.fabric import Network
+from hyscale_simulator.result import Result
+from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.step import compose
+from hyscale_simulator.work import Rank
+
+__all__ = ["Evaluator", "evaluate", "evaluator"]
+
+KEPT_PRICINGS = 64
+
+
+class Evaluator:
+    """Evaluates scenarios on one set of profiles; prices and blocks are kept between evaluations."""
+
+    def __init__(self, profiles: tuple[str, ...] = ()) -> None:
+        self.profiles = load_profiles(profiles)
+        self._prices: dict[str, Prices] = {}
+        self._pricings: OrderedDict[object, Pricing] = OrderedDict()
+
+    def __call__(
+        self,
+        scenario: Scenario,
+        *,
+        scale: Scale = (),
+        perturb: Callable[[Graph], Graph] | None = None,
+        engine: str = "auto",
+    ) -> Result:
+        """The predicted step.
+
+        scale: factors on the durations of ops, kinds or collectives.  perturb: changes the step's graph
+        (jitter, stragglers; see :mod:`hyscale_simulator.perturb`).  engine: "simpy", "longest_path", or
+        "auto": the longest path, which is the same where nothing contends, as in a step's graph nothing does.
+        """
+        if engine not in ("auto", "simpy", "longest_path"):
+            raise ValueError(f"engine = {engine!r}; allowed: auto, simpy, longest_path")
+        cut = plan(scenario)
+        pricing = self._pricing(scenario, cut, scale)
+        step = compose(scenario, cut, pricing)
+        graph = step.graph if perturb is None else perturb(step.graph)
+        timeline: Timeline = simulate(graph) if engine == "simpy" else longest_path(graph)
+        batch = scenario.batch
+        flops = model_flops(
+            scenario.model_description, batch.sequence_tokens, batch.sequences_per_step, scenario.mtp_layers
+        )
+        return Result(scenario, step, timeline, flops)
+
+    def _pricing(self, scenario: Scenario, cut, scale: Scale) -> Pricing:  # type: ignore[no-untyped-def]
+        gpu = scenario.gpu_description
+        network = Network(scenario, cut, Rank(scenario, cut).imbalance)
+        sms = scenario.overlap.communication_sms
+        key = (gpu, network.key, sms, scale)
+        if key not in self._pricings:
+            prices = self._prices.setdefault(gpu.model_dump_json(), Prices(self.profiles, gpu))
+            self._pricings[key] = Pricing(prices, network, sms, scale)
+            if len(self._pricings) > KEPT_PRICINGS:
+                self._pricings.popitem(last=False)
+        self._pricings.move_to_end(key)
+        return self._pricings[key]
+
+
+@lru_cache(maxsize=4)
+def evaluator(profiles: tuple[str, ...] = ()) -> Evaluator:
+    """The evaluator of a set of user profiles (paths; the shipped ones always follow)."""
+    return Evaluator(profiles)
+
+
+def evaluate(scenario: Scenario, *, profiles: tuple[str, ...] = (), scale: Scale = ()) -> Result:
+    """The predicted step of one scenario."""
+    return evaluator(profiles)(scenario, scale=scale)

@@ -1,0 +1,122 @@
+"""Hardware descriptions: GPUs and the clusters built from them."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from hyscale_simulator.descriptions import Description, Fraction, Latency, Positive, Rate, find
+
+__all__ = ["Cluster", "Gpu", "TensorRates"]
+
+
+class TensorRates(Description):
+    """Dense tensor-core rates by input type."""
+
+    bf16: Rate
+    fp8: Rate | None = None
+
+
+class NvLink(Description):
+    """What collectives within a node reach, as measured."""
+
+    bus_gb_per_s: Rate
+    """Bus bandwidth of large all-gathers and reduce-scatters."""
+    step_us: Latency
+    """Latency of one step of a ring."""
+    table: str = ""
+    """Measured table in data/profiles, used instead of the two figures above where it has the size."""
+    reduction_bus_gb_per_s: Rate | None = None
+    """Bus bandwidth of an all-reduce done in the switch (NVLS)."""
+    reduction_us: Latency = 0.0
+    dispatch_gb_per_s: Rate | None = None
+    """Copies of an expert dispatch kernel (DeepEP), all ranks of the node counted."""
+    dispatch_us: Latency = 0.0
+    source: str
+
+
+class Gpu(Description):
+    """One GPU, by its data sheet."""
+
+    name: str
+    source: str
+    architecture: str
+    """GPUs of one architecture run the same kernels: projections prefer them."""
+    family: str
+    """Which sustained rates of calibration.toml apply."""
+    device: str
+    """The name the driver gives it: what profile files are matched by."""
+    tensor_tflops: TensorRates
+    vector_fp32_tflops: Rate
+    """CUDA cores, fused multiply-adds counted as two."""
+    memory_gb: Rate
+    """Capacity, 10^9 bytes."""
+    memory_tb_per_s: Rate
+    sms: Positive
+    nvlink_gb_per_s: Rate
+    """One direction, all links, by the data sheet."""
+    nvlink: NvLink
+    l2_mib: Rate
+    power_w: Rate
+    host_link_gb_per_s: Rate
+    """PCIe to the host, one direction, as usable."""
+    sustained_tensor_fraction: Fraction | None = None
+    """Best GEMM rate over the data sheet's; without it, the family's in calibration.toml."""
+
+    def tensor_flops_per_s(self, dtype: str) -> float:
+        """Peak rate for inputs of ``dtype``; ValueError when the GPU has none (no silent fallback)."""
+        if dtype in ("bf16", "fp16"):
+            return self.tensor_tflops.bf16 * 1e12
+        if dtype == "fp8":
+            if self.tensor_tflops.fp8 is None:
+                raise ValueError(f"{self.name}: has no fp8 tensor cores; set the precision to 'bf16'")
+            return self.tensor_tflops.fp8 * 1e12
+        if dtype == "fp32":  # CUDA cores: what an fp32 einsum without TF32 runs on
+            return self.vector_fp32_tflops * 1e12
+        raise ValueError(f"{self.name}: no rate for dtype {dtype!r}; allowed: bf16, fp16, fp8, fp32")
+
+
+class Cluster(Description):
+    """Nodes of GPUs and the network between them."""
+
+    name: str
+    source: str
+    gpu: str
+    """Name of a GPU description."""
+    nodes: Positive
+    gpus_per_node: Positive
+    nics_per_node: Positive
+    nic_gbit_per_s: Rate
+    nic_efficiency: Fraction
+    """Payload rate / line rate."""
+    network: Literal["infiniband", "roce"]
+    leaf_latency_us: Latency
+    """Small message between nodes under one switch."""
+    core_latency_us: Latency
+    """Small message that crosses the spine."""
+    nodes_per_leaf: Positive
+    rail_optimised: bool = True
+    dollars_per_gpu_hour: Rate | None = None
+
+    @model_validator(mode="after")
+    def _divides(self) -> "Cluster":
+        if max(self.nics_per_node, self.gpus_per_node) % min(self.nics_per_node, self.gpus_per_node):
+            raise ValueError(
+                f"nics_per_node = {self.nics_per_node}; must divide gpus_per_node = {self.gpus_per_node}, "
+                "or be a multiple of it"
+            )
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """Usable bytes per second of one GPU's share of the node's NICs."""
+        per_nic = self.nic_gbit_per_s / 8 * 1e9 * self.nic_efficiency
+        return per_nic * self.nics_per_node / self.gpus_per_node
+
+    def gpu_description(self) -> Gpu:
+        """The GPU this cluster is built from."""
+        return find(Gpu, "gpus", self.gpu)

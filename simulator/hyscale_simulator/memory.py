@@ -1,0 +1,251 @@
+"""Memory of the fullest rank: weights, gradients, optimizer, activations, selection records, workspaces.
+
+Activation counts follow Korthikanti et al. 2022, section 4 (two bytes a value, one a dropout mask), extended
+item by item to gated feed-forwards, grouped and latent attention, experts and selection.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hyscale_simulator.layout import Plan, plan
+from hyscale_simulator.model import Grouped, Latent
+from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.work import Rank
+from hyscale_simulator.work.feed_forward import expert_tokens
+from hyscale_simulator.work.layer import LayerKind, layer_kind
+from hyscale_simulator.work.selection import chunk_rows, record_bytes
+
+__all__ = ["Memory", "activation_bytes", "memory", "what_would_fit"]
+
+GIB = 2**30
+CONTEXT_BYTES = 2.5e9
+"""CUDA context, NCCL channels and cuBLAS workspaces of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak of the fullest stage.
+
+    items: (name, bytes), largest first; they add up to ``peak_bytes``.
+    """
+
+    stage: int
+    items: tuple[tuple[str, float], ...]
+    capacity_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """All items together."""
+        return sum(size for _, size in self.items)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the capacity."""
+        return self.peak_bytes <= self.capacity_bytes
+
+    def gib(self, *names: str) -> float:
+        """Some items, or all, in GiB."""
+        return sum(size for name, size in self.items if not names or name in names) / GIB
+
+
+def memory(scenario: Scenario, laid_out: Plan | None = None) -> Memory:
+    """The fullest rank of the fullest stage."""
+    laid_out = laid_out or plan(scenario)
+    rank = Rank(scenario, laid_out)
+    capacity = scenario.gpu_description.memory_gb * 1e9
+    stages = (
+        Memory(stage, tuple(sorted(_stage(rank, stage), key=lambda item: -item[1])), capacity)
+        for stage in range(laid_out.pipeline)
+    )
+    return max(stages, key=lambda found: found.peak_bytes)
+
+
+def parameters_of(rank: Rank, stage: int) -> tuple[float, float]:
+    """(dense, expert) parameters of one rank of a stage."""
+    model, cut = rank.scenario.model_description, rank.plan
+    dense = expert = 0.0
+    for layer in cut.layers_of(stage):
+        dense += model.dense_parameters(layer) / cut.tensor
+        expert += model.expert_parameters(layer) / cut.expert
+    pieces = len(cut.chunks)
+    last = model.layers - 1
+    for piece in cut.pieces_of(stage):
+        if piece == 0:
+            dense += model.embedding_parameters / cut.tensor
+        if piece == pieces - 1:
+            dense += (model.head_parameters or model.embedding_parameters * (pieces > 1)) / cut.tensor
+            for _ in range(rank.scenario.mtp_layers):
+                dense += (model.dense_parameters(last) + 2 * model.hidden**2) / cut.tensor
+                expert += model.expert_parameters(last) / cut.expert
+    return dense, expert
+
+
+def _stage(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
+    scenario, cut = rank.scenario, rank.plan
+    precision, zero = scenario.precision, scenario.layout.zero_stage
+    dense, expert = parameters_of(rank, stage)
+    shards = {"dense": cut.context * cut.data, "expert": cut.expert_data}
+
+    def held(bytes_each: float, from_zero: int) -> float:
+        split = zero >= from_zero
+        return bytes_each * (
+            dense / (shards["dense"] if split else 1) + expert / (shards["expert"] if split else 1)
+        )
+
+    yield "weights", held(precision.weight_bytes, 3)
+    yield "gradients", held(precision.gradient_bytes, 2)
+    yield "optimizer", held(precision.optimizer_bytes, 1)
+    yield "activations", _activations(rank, stage)
+    if scenario.recompute.replay and not scenario.offload.selection:
+        yield "selection records", _in_flight(rank, stage, lambda kind: kind.selects * record_bytes(rank))
+    yield from _workspaces(rank, stage)
+    yield "context and libraries", CONTEXT_BYTES
+
+
+def _in_flight(rank: Rank, stage: int, bytes_of: "object") -> float:
+    """Bytes kept by the microbatches that a stage holds at its peak."""
+    cut = rank.plan
+    held = cut.schedule.activations_in_flight(stage)
+    per_stage = sum(bytes_of(layer_kind(rank, layer)) for layer in cut.layers_of(stage))  # type: ignore[operator]
+    return held * per_stage / max(len(cut.pieces_of(stage)), 1)
+
+
+def _activations(rank: Rank, stage: int) -> float:
+    scenario, cut = rank.scenario, rank.plan
+    kept = _in_flight(rank, stage, lambda kind: kept_bytes(rank, kind)) * (1 - scenario.offload.activations)
+    held = cut.schedule.activations_in_flight(stage)
+    model = scenario.model_description
+    if 0 in cut.pieces_of(stage) and scenario.kernels.dropout:
+        kept += held * rank.rows * model.hidden  # mask of the embedding's dropout
+    return kept
+
+
+def kept_bytes(rank: Rank, kind: LayerKind) -> float:
+    """What one layer keeps of one microbatch from its forward to its backward pass."""
+    if kind.recomputed:
+        return 2.0 * rank.rows * rank.scenario.model_description.hidden
+    core = rank.scenario.recompute.policy != "selective"
+    return activation_bytes(rank, kind, core=core)
+
+
+def activation_bytes(rank: Rank, kind: LayerKind, *, core: bool = True) -> float:
+    """All that a layer's backward pass needs; without the attention core's own if ``core`` is false."""
+    return sum(size for _, size in _layer_items(rank, kind, core))
+
+
+def _layer_items(rank: Rank, kind: LayerKind, core: bool) -> Iterator[tuple[str, float]]:
+    scenario = rank.scenario
+    model, cut = scenario.model_description, rank.plan
+    rows, tokens, hidden = rank.rows, rank.tokens, model.hidden
+    mask = 1.0 if scenario.kernels.dropout else 0.0
+    operand = 1.0 if rank.linear_dtype == "fp8" else 2.0  # what a product keeps of its input
+    yield "norm inputs", 2 * 2.0 * rows * hidden
+    yield "residual masks", 2 * mask * rows * hidden
+    yield "attention input", operand * rows * hidden
+    attention = model.attention
+    heads = attention.heads // cut.tensor
+    if isinstance(attention, Grouped):
+        width = (heads + 2 * max(attention.kv_heads // cut.tensor, 1)) * attention.head_dim
+        yield "q, k, v", 2.0 * tokens * width
+    else:
+        yield "latents", 2.0 * tokens * (attention.q_rank + attention.kv_width) + operand * tokens * (
+            attention.q_rank + attention.kv_rank
+        )
+        absorbed = model.indexer is not None
+        yield "q, k, v", 2.0 * tokens * heads * (
+            attention.qk_dim + attention.kv_width
+            if absorbed
+            else 2 * attention.qk_dim + attention.value_dim
+        )
+        if absorbed:
+            yield "latent output", 2.0 * tokens * heads * attention.kv_rank
+    yield "attention output", (2.0 if scenario.kernels.attention == "flash" else operand) * tokens * heads * (
+        attention.value_dim
+    )
+    if model.indexer is not None and kind.selects:
+        indexer = model.indexer
+        yield "index", tokens * (2.0 * indexer.heads * indexer.head_dim + 2.0 * indexer.head_dim)
+        yield "indices", 8.0 * tokens * min(indexer.top_k, scenario.batch.sequence_tokens)
+    if core and scenario.kernels.attention == "unfused":
+        table = scenario.batch.sequences_per_microbatch * heads * scenario.batch.sequence_tokens**2
+        yield "attention table", (2.0 + 3 * mask) * table
+    elif scenario.kernels.attention == "flash":
+        yield "softmax statistics", 4.0 * tokens * heads
+    yield "feed-forward input", operand * rows * hidden
+    if kind.experts and model.experts is not None:
+        copies = expert_tokens(rank, model.experts, slowest=True) * (model.experts.experts // cut.expert)
+        ups = model.matrices - 1
+        yield "expert inputs", operand * copies * hidden
+        yield "expert inner", copies * model.experts.width * (2.0 * ups + operand)
+        yield "expert outputs", 2.0 * copies * hidden
+        shared = model.experts.shared_experts * model.experts.width // cut.tensor
+        yield "shared inner", tokens * shared * (2.0 * ups + operand)
+    else:
+        part = model.feed_forward // cut.tensor
+        yield "inner", tokens * part * (2.0 * (model.matrices - 1) + operand)
+
+
+def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
+    scenario = rank.scenario
+    model, cut = scenario.model_description, rank.plan
+    kinds = {layer_kind(rank, layer) for layer in cut.layers_of(stage)}
+    if any(kind.recomputed for kind in kinds):
+        yield "recomputed layer", max(activation_bytes(rank, kind) for kind in kinds if kind.recomputed)
+    if len(cut.chunks) - 1 in cut.pieces_of(stage):
+        part = -(-model.vocabulary // cut.tensor)
+        yield "logits", rank.tokens * part * (2.0 if scenario.kernels.fused_cross_entropy else 6.0)
+    if model.indexer is not None:
+        if isinstance(model.attention, Latent) and cut.context > 1:
+            width = model.attention.kv_width + model.indexer.head_dim
+            yield "gathered keys", 2 * 2.0 * rank.tokens * cut.context * width
+        if scenario.selection.table:
+            keys = scenario.batch.sequence_tokens // model.indexer.key_ratio
+            yield "score table", 4.0 * chunk_rows(rank) * keys
+        else:  # the selection contract's bound: a bitmap and candidate lists, in row blocks
+            yield "selection workspace", min(16.0 * rank.tokens * model.indexer.top_k + 64 * 2**20, 4.0e9)
+    if any(kind.experts for kind in kinds) and model.experts is not None and cut.expert > 1:
+        yield "dispatch buffers", 2 * 2.0 * rank.rows * model.experts.top_k * model.hidden * rank.imbalance
+    if scenario.layout.zero_stage == 3:
+        largest = max(
+            (model.dense_parameters(layer) / cut.tensor + model.expert_parameters(layer) / cut.expert)
+            for layer in cut.layers_of(stage)
+        )
+        yield "gathered weights", 2 * scenario.precision.weight_bytes * largest
+
+
+REMEDIES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("bound the score table to 1 GiB (selection.table_rows = 0)", {"selection.table_rows": 0}),
+    ("pack the selection records (selection.record = 'packed')", {"selection.record": "packed"}),
+    ("keep selection records on the host (offload.selection = true)", {"offload.selection": True}),
+    ("shard gradients (layout.zero_stage = 2)", {"layout.zero_stage": 2}),
+    ("recompute every layer (recompute.policy = 'full')", {
+        "recompute.policy": "full", "recompute.layers_fraction": 1.0,
+    }),
+    ("move kept activations to the host (offload.activations = 1)", {"offload.activations": 1.0}),
+    ("shard weights (layout.zero_stage = 3)", {"layout.zero_stage": 3}),
+)  # fmt: skip
+
+
+def what_would_fit(scenario: Scenario) -> tuple[str, ...]:
+    """Changes after which the scenario fits: the first single one that does, else several; empty if none do."""
+    tried: list[tuple[str, dict[str, object]]] = []
+    for name, change in REMEDIES:
+        changed = scenario.with_(**change)
+        if changed == scenario:
+            continue
+        if memory(changed).fits:
+            return (name,)
+        tried.append((name, change))
+    together: dict[str, object] = {}
+    names: list[str] = []
+    before = memory(scenario).peak_bytes
+    for name, change in tried:
+        changed = scenario.with_(**{**together, **change})
+        after = memory(changed).peak_bytes
+        if after < before:
+            together |= change
+            names.append(name)
+            before = after
+            if memory(changed).fits:
+                return tuple(names)
+    return ()

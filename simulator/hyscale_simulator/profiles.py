@@ -1,0 +1,256 @@
+"""Measured tables: kernels by shape, looked up exactly or interpolated as a multiple of their own roofline.
+
+A table holds one op, implementation, dtype and regime on one GPU.  What is interpolated is time over floor
+(see :mod:`hyscale_simulator.roofline`), piecewise linear, so a measured point comes back exactly and a curve
+that only follows the work is flat.  Beyond the last point the ratio is held: utilisation, never latency.
+"""
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from hyscale_ref.profile import ProfilePoint, Shape, best_of, merge_profiles, read_profile
+from hyscale_simulator.descriptions import DATA, DescriptionError, find, shipped
+from hyscale_simulator.hardware import Gpu
+from hyscale_simulator.kernels import OPS, Kernel
+from hyscale_simulator.roofline import floor_us
+
+__all__ = ["Lookup", "Profiles", "Table", "load_profiles"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a table says about a kernel.
+
+    exact: a measured point.  stretch: how far outside the table the shape lies, as a factor (1: inside).
+    spread: half the p20-p80 width over the median, where recorded.
+    """
+
+    us: float
+    exact: bool
+    stretch: float
+    spread: float
+    source: str
+
+
+class _Node:
+    """One axis of a ragged grid: sorted coordinates, each with the rest of the grid below it."""
+
+    __slots__ = ("below", "coordinates")
+
+    def __init__(self, coordinates: list[int], below: "list[_Node] | list[ProfilePoint]") -> None:
+        self.coordinates = coordinates
+        self.below = below
+
+
+class Table:
+    """Measured points of one op, implementation, dtype and regime on one GPU."""
+
+    def __init__(self, gpu: Gpu, points: Sequence[ProfilePoint]) -> None:
+        first = points[0]
+        self.gpu = gpu
+        self.op, self.implementation = first.op, first.implementation
+        self.dtype, self.regime = first.dtype, first.regime
+        self.axes = OPS[self.op].axes
+        self.sequence_axes, self.additive = OPS[self.op].sequence_axes, OPS[self.op].additive
+        self.points = {point.shape: point for point in reversed(points)}
+        rows: dict[tuple[int, ...], ProfilePoint] = {}
+        for point in points:
+            shape = dict(point.shape)
+            missing = [axis for axis in self.axes if axis not in shape]
+            if missing:
+                raise DescriptionError(
+                    f"profile point {self.op} on {point.device}: shape has no {missing[0]!r}; "
+                    f"needed: {', '.join(self.axes)}"
+                )
+            rows.setdefault(tuple(shape[axis] for axis in self.axes), point)
+        self._rows = rows
+        self._grid = _grid(sorted(rows), 0, rows)
+
+    def lookup(self, call: Kernel) -> Lookup:
+        """The measured time of that shape, or an interpolated one."""
+        point = self.points.get(call.shape)
+        if point is not None:
+            assert point.median_us is not None
+            return Lookup(point.median_us, True, 1.0, _spread(point), _origin(point))
+        return self._interpolate(call, self._grid)
+
+    def without(self, shape: Shape) -> "Table":
+        """The same table with one shape left out, for held-out checks."""
+        return Table(self.gpu, [point for key, point in self.points.items() if key != shape])
+
+    def _interpolate(self, call: Kernel, grid: "_Node") -> Lookup:
+        shape = dict(call.shape)
+        position = [shape[axis] for axis in self.axes]
+        ratio, stretch, nearest = self._ratio(grid, position, 0)
+        return Lookup(ratio * floor_us(call, self.gpu), False, stretch, _spread(nearest), _origin(nearest))
+
+    def _ratio(
+        self, node: "_Node | ProfilePoint", position: list[int], depth: int
+    ) -> tuple[float, float, ProfilePoint]:
+        """(time over floor, stretch, a point it came from) at ``position`` of the grid below ``node``."""
+        if isinstance(node, ProfilePoint):
+            assert node.median_us is not None
+            measured = Kernel(node.op, node.dtype, node.shape)
+            return node.median_us / floor_us(measured, self.gpu), 1.0, node
+        x, coordinates = position[depth], node.coordinates
+        at = bisect.bisect_left(coordinates, x)
+        if at < len(coordinates) and coordinates[at] == x:
+            return self._ratio(node.below[at], position, depth + 1)
+        if at == 0 or at == len(coordinates):
+            edge = min(at, len(coordinates) - 1)
+            ratio, stretch, point = self._ratio(node.below[edge], position, depth + 1)
+            if at and self.axes[depth] in self.additive:
+                return ratio, stretch, point
+            low, high = sorted((max(x, 1), max(coordinates[edge], 1)))
+            return ratio, max(stretch, high / low), point
+        space = math.sqrt if self.axes[depth] in self.sequence_axes else math.log
+        below, above = space(max(coordinates[at - 1], 1)), space(coordinates[at])
+        weight = (space(x) - below) / (above - below)
+        left, stretch_left, point = self._ratio(node.below[at - 1], position, depth + 1)
+        right, stretch_right, other = self._ratio(node.below[at], position, depth + 1)
+        ratio = math.exp((1 - weight) * math.log(left) + weight * math.log(right))
+        return ratio, max(stretch_left, stretch_right), point if weight < 0.5 else other
+
+    def held_out(self) -> list[tuple[Shape, float]]:
+        """Leave one shape out, predict it from the rest: (shape, predicted / measured - 1) for each.
+
+        Shapes at the end of their line, which would be extrapolated, are not counted.
+        """
+        errors = []
+        for position, point in self._rows.items():
+            estimate = self._predict_without(position)
+            if estimate is not None:
+                assert point.median_us is not None
+                errors.append((point.shape, estimate / point.median_us - 1))
+        return errors
+
+    def _predict_without(self, position: tuple[int, ...]) -> float | None:
+        """Predict a measured position from its neighbours along the first axis, last first, that has two."""
+        target = self._rows[position]
+        call = Kernel(target.op, target.dtype, target.shape)
+        for axis in reversed(range(len(self.axes))):
+            line = self._line(position, axis)
+            at = bisect.bisect_left(line, position[axis])
+            if 0 < at < len(line) - 1:
+                space = math.sqrt if self.axes[axis] in self.sequence_axes else math.log
+                x0, x, x1 = (space(max(v, 1)) for v in line[at - 1 : at + 2])
+                weight = (x - x0) / (x1 - x0)
+                ratios = [
+                    math.log(self._ratio(self._rows[(*position[:axis], v, *position[axis + 1 :])], [], 0)[0])
+                    for v in (line[at - 1], line[at + 1])
+                ]
+                return math.exp((1 - weight) * ratios[0] + weight * ratios[1]) * floor_us(call, self.gpu)
+        return None
+
+    def _line(self, position: tuple[int, ...], axis: int) -> list[int]:
+        if not hasattr(self, "_lines"):
+            self._lines: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+            for row in sorted(self._rows):
+                for i in range(len(row)):
+                    self._lines.setdefault((i, (*row[:i], *row[i + 1 :])), []).append(row[i])
+        return self._lines[(axis, (*position[:axis], *position[axis + 1 :]))]
+
+
+def _grid(rows: list[tuple[int, ...]], depth: int, points: dict[tuple[int, ...], ProfilePoint]) -> _Node:
+    coordinates: list[int] = []
+    groups: list[list[tuple[int, ...]]] = []
+    for row in rows:
+        if not coordinates or coordinates[-1] != row[depth]:
+            coordinates.append(row[depth])
+            groups.append([])
+        groups[-1].append(row)
+    if depth + 1 == len(rows[0]):
+        return _Node(coordinates, [points[group[0]] for group in groups])
+    return _Node(coordinates, [_grid(group, depth + 1, points) for group in groups])
+
+
+def _spread(point: ProfilePoint) -> float:
+    if point.p20_us is None or point.p80_us is None or point.median_us is None:
+        return 0.0
+    return (point.p80_us - point.p20_us) / 2 / point.median_us
+
+
+def _origin(point: ProfilePoint) -> str:
+    return point.source or f"measured by this project ({point.time_utc[:10] or 'undated'})"
+
+
+class Profiles:
+    """All points at hand, grouped into tables, most trusted first."""
+
+    def __init__(self, points: Iterable[ProfilePoint], gpus: Iterable[Gpu]) -> None:
+        devices: dict[str, Gpu] = {}
+        for gpu in gpus:
+            devices.setdefault(gpu.device, gpu)
+        grouped: dict[tuple[str, str, str, str, str], list[ProfilePoint]] = {}
+        for point in best_of(points).values():
+            if point.device not in devices:
+                raise DescriptionError(
+                    f"profile of device {point.device!r}: no GPU description has it; "
+                    f"known: {', '.join(devices)}"
+                )
+            if point.op in OPS:  # a profile may hold ops that no model here uses
+                group = (point.op, point.dtype, point.device, point.implementation, point.regime)
+                grouped.setdefault(group, []).append(point)
+        self._gpus = devices
+        self._points = grouped
+        self._index: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+        for op, dtype, device, implementation, regime in grouped:
+            self._index.setdefault((op, dtype), []).append((device, implementation, regime))
+        self._tables: dict[tuple[str, str, str, str, str], Table] = {}
+
+    def table(self, call: Kernel, gpu: Gpu) -> Table | None:
+        """The table that says most about the kernel on that GPU: its own, else one to project from.
+
+        Own device first, then its family, its architecture, any; then the wanted implementation, then the wanted regime;
+        then the order in which the points were given.
+        """
+        candidates = self._index.get((call.op, call.dtype), [])
+        if not candidates:
+            return None
+
+        def distance(item: tuple[int, tuple[str, str, str]]) -> tuple[int, int, int, int]:
+            order, (device, implementation, regime) = item
+            source = self._gpus[device]
+            near = (device == gpu.device, source.family == gpu.family, source.architecture == gpu.architecture)
+            far = near.index(True) if True in near else len(near)
+            other = call.implementation not in ("", implementation)
+            regime_far = 0 if regime == call.regime else 1 if regime == "" else 2
+            return (int(other), far, regime_far, order)
+
+        _, (device, implementation, regime) = min(enumerate(candidates), key=distance)
+        return self._get((call.op, call.dtype, device, implementation, regime))
+
+    def tables(self) -> list[Table]:
+        """Every table."""
+        return [self._get(key) for key in self._points]
+
+    def _get(self, key: tuple[str, str, str, str, str]) -> Table:
+        if key not in self._tables:
+            self._tables[key] = Table(self._gpus[key[2]], self._points[key])
+        return self._tables[key]
+
+
+@cache
+def _shipped_points() -> tuple[ProfilePoint, ...]:
+    folder = DATA / "profiles"
+    names = sorted(item.name for item in folder.iterdir() if ".jsonl" in item.name)
+    found: list[list[ProfilePoint]] = []
+    for name in names:
+        with resources.as_file(folder / name) as path:
+            found.append(read_profile(path))
+    # Our own measurements (no source) go before published ones.
+    points = merge_profiles(*found)
+    return tuple(sorted(points, key=lambda point: bool(point.source)))
+
+
+@cache
+def load_profiles(paths: tuple[str, ...] = ()) -> Profiles:
+    """The shipped profiles, with the user's files ahead of them; ``ProfileError`` names a bad line."""
+    gpus = [find(Gpu, "gpus", name) for name in shipped("gpus")]
+    users = [read_profile(Path(path)) for path in paths]
+    return Profiles(merge_profiles(*users, _shipped_points()), gpus)

@@ -1,0 +1,369 @@
+"""One training step: blocks of layers placed on a pipeline schedule, then gradients, optimizer and weights.
+
+Each stage is one process (all its ranks meet in every layer's collectives, so one stands for all; where their
+loads differ the slowest sets the pace and the difference is shown as imbalance).  A slot of the schedule is
+one task; the first forward and the last backward of a chunk are placed layer by layer where weight gathers
+or gradient reductions run beneath them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hyscale_simulator.blocks import EMPTY, Block, Pricing, joined
+from hyscale_simulator.graph import Graph, GraphBuilder
+from hyscale_simulator.kernels import kernel
+from hyscale_simulator.layout import Plan
+from hyscale_simulator.memory import parameters_of
+from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.schedules import Op, Step
+from hyscale_simulator.work import (
+    Communicate,
+    Compute,
+    Item,
+    LayerKind,
+    Rank,
+    backward,
+    embedding,
+    embedding_backward,
+    forward,
+    head,
+    head_backward,
+    layer_kind,
+)
+
+__all__ = ["StepGraph", "compose"]
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The graph of a step, the block behind each of its tasks (by the graph's ``op`` column), and counts.
+
+    totals: every block of the step with how often it runs, over all stages.
+    """
+
+    graph: Graph
+    blocks: tuple[Block, ...]
+    totals: tuple[tuple[Block, int], ...]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of one piece: its layers' blocks in the order they run."""
+
+    layers: tuple[Block, ...]
+    whole: Block
+
+
+class _Composer:
+    def __init__(self, scenario: Scenario, cut: Plan, pricing: Pricing) -> None:
+        self.scenario, self.cut, self.pricing = scenario, cut, pricing
+        self.rank = Rank(scenario, cut)
+        self.builder = GraphBuilder()
+        self.blocks: list[Block] = []
+        self.numbers: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+        self.passes: dict[tuple[str, int], _Pass] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        self.reductions: dict[int, list[int]] = {stage: [] for stage in range(cut.pipeline)}
+        self.gathers: dict[tuple[int, int], list[int]] = {}
+        self.first: set[tuple[int, int]] = set()
+        self.overlapped: dict[tuple[int, int], Block] = {}
+        self.hop = self._hop()
+
+    # Blocks.
+
+    def run_pass(self, way: str, piece: int) -> _Pass:
+        """F, B, D or W of one piece of the model."""
+        key = (way, piece)
+        if key not in self.passes:
+            layers = [self._layer(way, layer_kind(self.rank, layer)) for layer in self.cut.chunks[piece]]
+            first, last = piece == 0, piece == len(self.cut.chunks) - 1
+            if last:
+                extra = [
+                    self._layer(way, layer_kind(self.rank, self.rank.scenario.model_description.layers + i))
+                    for i in range(self.scenario.mtp_layers)
+                ]
+                heads = self._ends(way, head, head_backward)
+                layers += [heads, *(block for more in extra for block in (more, heads))]
+            if first:
+                layers.insert(0, self._ends(way, embedding, embedding_backward))
+            if way != "F":
+                layers.reverse()
+            self.passes[key] = _Pass(tuple(layers), joined((block, 1) for block in layers))
+        return self.passes[key]
+
+    def _layer(self, way: str, kind: LayerKind) -> Block:
+        items = forward(self.rank, kind) if way == "F" else _half(backward(self.rank, kind), way)
+        return self.pricing.block(self._sharded(self._beneath(items), kind, way))
+
+    def _ends(self, way: str, ahead, back) -> Block:  # type: ignore[no-untyped-def]
+        items = ahead(self.rank) if way == "F" else _half(back(self.rank), way)
+        return self.pricing.block(items) if items else EMPTY
+
+    def _beneath(self, items: list[Item]) -> list[Item]:
+        """Expert exchange beneath another microbatch's kernels, where the framework pairs them."""
+        if not self.scenario.overlap.expert or self.scenario.layout.schedule == "dualpipe":
+            return items
+        return [
+            Communicate(
+                item.name, item.kind, item.collective, item.group, item.num_bytes, item.tokens, "end", "block"
+            )
+            if isinstance(item, Communicate) and item.group == "expert"
+            else item
+            for item in items
+        ]
+
+    def _sharded(self, items: list[Item], kind: LayerKind, way: str) -> list[Item]:
+        """ZeRO-3: weights are gathered a layer ahead in both passes; gradients reduced (ZeRO-2 and 3) in one."""
+        zero = self.scenario.layout.zero_stage
+        if zero < 2 or (zero == 2 and way == "F"):
+            return items
+        model, precision = self.scenario.model_description, self.scenario.precision
+        layer = next(
+            at for at in range(model.layers) if layer_kind(self.rank, at) == kind
+        )
+        sizes = {
+            "data": model.dense_parameters(layer) / self.cut.tensor,
+            "expert_data": model.expert_parameters(layer) / self.cut.expert,
+        }
+        phase = "forward" if way == "F" else "backward"
+        extra: list[Item] = []
+        for group, size in sizes.items():
+            if not size:
+                continue
+            until = "end" if self.scenario.overlap.parameters else ""
+            if zero == 3:
+                whole = size * precision.weight_bytes
+                extra.append(
+                    Communicate(
+                        f"gather.{group}", f"{phase}/parameter comm", "all_gather", group, whole,  # type: ignore[arg-type]
+                        until=until, start="block",
+                    )
+                )  # fmt: skip
+            if way in ("B", "W"):
+                whole = size * precision.gradient_reduce_bytes
+                extra.append(
+                    Communicate(
+                        f"reduce.{group}", f"{phase}/gradient comm", "reduce_scatter", group, whole,  # type: ignore[arg-type]
+                        until="end" if self.scenario.overlap.gradients else "", start="block",
+                    )
+                )  # fmt: skip
+        return [*extra, *items]
+
+    def _hop(self) -> Block:
+        """A message to the next stage."""
+        layout, model = self.scenario.layout, self.scenario.model_description
+        if self.cut.pipeline == 1:
+            return EMPTY
+        size = 2.0 * self.rank.rows * model.hidden
+        if layout.scatter_gather and not self.rank.sequence_parallel:
+            size /= self.cut.tensor
+        send = Communicate("message", "pipeline comm", "point_to_point", "pipeline", size)
+        ns = self.pricing.communication_ns(send)
+        if layout.scatter_gather and not self.rank.sequence_parallel and self.cut.tensor > 1:
+            whole = Communicate("gather", "pipeline comm", "all_gather", "tensor", size * self.cut.tensor)
+            ns += self.pricing.communication_ns(whole)
+        return Block(ns, (("step/pipeline comm", ns),))
+
+    # Tasks.
+
+    def add(self, name: str, kind: str, stream: str | Sequence[str], block: Block, after: Sequence[int]) -> int:
+        """A task that runs ``block``."""
+        number = self.numbers.get(id(block))
+        if number is None:
+            number = self.numbers[id(block)] = len(self.blocks)
+            self.blocks.append(block)
+        self.counts[number] = self.counts.get(number, 0) + 1
+        return self.builder.add(name, kind, stream, block.ns, after, op=number)
+
+    def place(self, step: Step) -> None:
+        """One slot of one stage."""
+        stage = step.stage
+        after = [self._message(given.stage, stage, self.slots[given.stage, given.slot], given.op) for given in step.inputs]
+        name = "+".join(map(str, step.ops))
+        if len(step.ops) == 2:
+            block = self._together(stage, step.ops[0], step.ops[1])
+            self.slots[stage, step.slot] = self.add(name, "pass", _compute(stage), block, after)
+            return
+        op = step.ops[0]
+        piece = self.cut.piece(stage, op.chunk)
+        done = self.run_pass(op.kind, piece)
+        gathers = self.gathers.get((stage, op.chunk), [])
+        if op.kind == "F" and (stage, op.chunk) not in self.first and gathers:
+            self.slots[stage, step.slot] = self._layer_by_layer(name, stage, done, after, gathers)
+        elif op.kind in "BW" and self._is_last(stage, op) and self.scenario.overlap.gradients:
+            self.slots[stage, step.slot] = self._reducing(name, stage, piece, done, after)
+        else:
+            self.slots[stage, step.slot] = self.add(name, "pass", _compute(stage), done.whole, after)
+        if op.kind == "F":
+            self.first.add((stage, op.chunk))
+
+    def _is_last(self, stage: int, op: Op) -> bool:
+        return self.last[stage, op.chunk] == op
+
+    def find_last(self) -> None:
+        """The pass of each chunk after which its gradients are complete."""
+        self.last: dict[tuple[int, int], Op] = {}
+        for stage, program in enumerate(self.cut.schedule.programs):
+            for ops in program:
+                for op in ops:
+                    if op.kind in "BW":
+                        self.last[stage, op.chunk] = op
+
+    def _layer_by_layer(
+        self, name: str, stage: int, done: _Pass, after: Sequence[int], gathers: Sequence[int]
+    ) -> int:
+        last, waits = -1, list(after)
+        for index, block in enumerate(done.layers):
+            gather = gathers[min(index, len(gathers) - 1)]
+            last = self.add(f"{name}.{index}", "pass", _compute(stage), block, [*waits, gather])
+            waits = []
+        return last
+
+    def _reducing(self, name: str, stage: int, piece: int, done: _Pass, after: Sequence[int]) -> int:
+        last, waits = -1, list(after)
+        reductions = self._gradient_blocks(stage, len(done.layers))
+        for index, block in enumerate(done.layers):
+            last = self.add(f"{name}.{index}", "pass", _compute(stage), block, waits)
+            waits = []
+            if reductions is not None:
+                self.reductions[stage].append(
+                    self.add(f"reduce {piece}.{index}", "gradient comm", _data(stage), reductions, [last])
+                )
+        return last
+
+    def _message(self, source: int, target: int, task: int, op: Op) -> int:
+        if source == target:
+            return task
+        way = "next" if op.kind == "F" else "prev"
+        streams = [f"stage{source}/send.{way}"]
+        if not self.scenario.overlap.pipeline:
+            streams.append(_compute(source))
+        return self.add(f"{op} to stage {target}", "pipeline comm", streams, self.hop, [task])
+
+    def _together(self, stage: int, ahead: Op, back: Op) -> Block:
+        """A forward and a backward pass of different microbatches, the expert exchange of each beneath the
+        kernels of the other (DualPipe): the longer of all kernels and all exchange.
+
+        While exchange runs it takes SMs; what that costs the kernels is shown as expert communication.
+        """
+        key = (self.cut.piece(stage, ahead.chunk), self.cut.piece(stage, back.chunk))
+        if key not in self.overlapped:
+            one, two = self.run_pass("F", key[0]).whole, self.run_pass("B", key[1]).whole
+            both = joined([(one, 1), (two, 1)])
+            exposed = {kind: ns for kind, ns in both.parts if kind.endswith("/expert comm")}
+            other = {kind: ns for kind, ns in both.parts if kind not in exposed}
+            compute, exchange = sum(other.values()), both.expert_ns
+            stolen = round(min(compute, exchange) * self.pricing.sm_share)
+            ns = max(compute + stolen, exchange)
+            parts = [*other.items(), ("backward/expert comm", ns - compute)]
+            self.overlapped[key] = Block(
+                ns, tuple(parts), both.known, both.sigma, both.warnings, both.compute_ns, both.expert_ns,
+                both.flops,
+            )  # fmt: skip
+        return self.overlapped[key]
+
+    # Gradients, optimizer, weights.
+
+    def _sizes(self, stage: int) -> dict[str, float]:
+        dense, expert = parameters_of(self.rank, stage)
+        return {"data": dense, "expert_data": expert}
+
+    def _gradient_blocks(self, stage: int, pieces: int) -> Block | None:
+        """One of ``pieces`` equal reductions of a chunk's gradients (buckets), or None where there is none."""
+        if self.scenario.layout.zero_stage >= 2:
+            return None
+        way = "reduce_scatter" if self.scenario.layout.zero_stage else "all_reduce"
+        size = self.scenario.precision.gradient_reduce_bytes
+        return self._collectives(stage, way, "gradient comm", size, pieces * self.cut.schedule.num_chunks)
+
+    def _collectives(self, stage: int, way: str, kind: str, size: float, pieces: int) -> Block | None:
+        ns = 0
+        for group, parameters in self._sizes(stage).items():
+            if parameters and self.pricing.network.ranks(group) > 1:  # type: ignore[arg-type]
+                item = Communicate(kind, kind, way, group, parameters * size / pieces)  # type: ignore[arg-type]
+                ns += self.pricing.communication_ns(item)
+        return Block(ns, ((f"step/{kind}", ns),)) if ns else None
+
+    def gather_weights(self) -> None:
+        """ZeRO-1 and 2: the updated weights, gathered layer by layer beneath the first forward pass."""
+        layout = self.scenario.layout
+        if layout.zero_stage not in (1, 2) or not self.scenario.overlap.parameters:
+            return
+        for stage in range(self.cut.pipeline):
+            for chunk in range(self.cut.schedule.num_chunks):
+                count = len(self.cut.chunks[self.cut.piece(stage, chunk)]) or 1
+                pieces = count * self.cut.schedule.num_chunks
+                block = self._collectives(
+                    stage, "all_gather", "parameter comm", self.scenario.precision.weight_bytes, pieces
+                )
+                if block is not None:
+                    self.gathers[stage, chunk] = [
+                        self.add(f"gather {chunk}.{i}", "parameter comm", _data(stage), block, [])
+                        for i in range(count)
+                    ]
+
+    def finish(self) -> None:
+        """What follows the last backward pass of each stage."""
+        layout, precision = self.scenario.layout, self.scenario.precision
+        norms = []
+        for stage in range(self.cut.pipeline):
+            last = self.slots[stage, len(self.cut.schedule.programs[stage]) - 1]
+            ready = [last, *self.reductions[stage]]
+            if not self.scenario.overlap.gradients and (block := self._gradient_blocks(stage, 1)):
+                for _ in range(self.cut.schedule.num_chunks):
+                    ready = [self.add("reduce", "gradient comm", _data(stage), block, ready)]
+            norms.append(self.add("gradient norm", "pass", _compute(stage), self._norm(stage), ready))
+        for stage in range(self.cut.pipeline):
+            update = self.add("optimizer", "pass", _compute(stage), self._optimizer(stage), norms)
+            if layout.zero_stage in (1, 2) and not self.scenario.overlap.parameters:
+                block = self._collectives(
+                    stage, "all_gather", "parameter comm", precision.weight_bytes, 1
+                )
+                if block is not None:
+                    self.add("gather", "parameter comm", _data(stage), block, [update])
+
+    def _shard(self, stage: int) -> float:
+        """Parameters whose optimizer state one rank holds."""
+        cut, zero = self.cut, self.scenario.layout.zero_stage
+        dense, expert = parameters_of(self.rank, stage)
+        if zero == 0:
+            return dense + expert
+        return dense / (cut.context * cut.data) + expert / cut.expert_data
+
+    def _norm(self, stage: int) -> Block:
+        call = kernel("grad_norm", "fp32", rows=max(round(self._shard(stage)), 1), width=1)
+        return self.pricing.block([Compute("gradient norm", "step/optimizer", call)])
+
+    def _optimizer(self, stage: int) -> Block:
+        call = kernel("adamw", "fp32", rows=max(round(self._shard(stage)), 1), width=1)
+        return self.pricing.block([Compute("adamw", "step/optimizer", call)])
+
+
+def compose(scenario: Scenario, cut: Plan, pricing: Pricing) -> StepGraph:
+    """The graph of one step of ``scenario``."""
+    composer = _Composer(scenario, cut, pricing)
+    composer.find_last()
+    composer.gather_weights()
+    for step in cut.schedule.steps():
+        composer.place(step)
+    composer.finish()
+    totals = tuple((composer.blocks[number], count) for number, count in composer.counts.items())
+    return StepGraph(composer.builder.build(), tuple(composer.blocks), totals)
+
+
+def _half(items: list[Item], way: str) -> list[Item]:
+    """The whole backward pass (B), or its halves: D without, W with nothing but, the weight gradients."""
+    if way == "B":
+        return items
+    if way == "W":
+        return [item for item in items if isinstance(item, Compute) and item.weights]
+    return [item for item in items if not (isinstance(item, Compute) and item.weights)]
+
+
+def _compute(stage: int) -> str:
+    return f"stage{stage}/compute"
+
+
+def _data(stage: int) -> str:
+    return f"stage{stage}/data"

@@ -1,0 +1,148 @@
+"""The feed-forward of one layer: dense, or routed experts with their exchange."""
+
+from hyscale_simulator.kernels import BYTES, kernel
+from hyscale_simulator.model import Experts
+from hyscale_simulator.work.attention import norm, residual
+from hyscale_simulator.work.items import Communicate, Compute, Item, backward_linear, linear, stream
+from hyscale_simulator.work.parallel import column, column_backward, row, row_backward
+from hyscale_simulator.work.rank import Rank
+
+__all__ = ["expert_tokens", "feed_forward", "feed_forward_backward"]
+
+DENSE, EXPERTS = "feed-forward", "experts"
+
+
+def feed_forward(rank: Rank, *, experts: bool) -> list[Item]:
+    """Norm, feed-forward and residual."""
+    model = rank.scenario.model_description
+    inside = _routed(rank, model.experts) if experts and model.experts else _dense(rank, model.feed_forward)
+    return [norm(rank, "feed_forward.norm"), *inside, residual(rank, "feed_forward.residual")]
+
+
+def feed_forward_backward(rank: Rank, *, experts: bool) -> list[Item]:
+    """Gradients of :func:`feed_forward`."""
+    model = rank.scenario.model_description
+    if experts and model.experts:
+        inside = _routed_backward(rank, model.experts)
+    else:
+        inside = _dense_backward(rank, model.feed_forward)
+    return [residual(rank, "feed_forward.residual", True), *inside, norm(rank, "feed_forward.norm", True)]
+
+
+def expert_tokens(rank: Rank, experts: Experts, *, slowest: bool) -> int:
+    """Token copies that each local expert receives: of the busiest rank, or on average."""
+    mean = rank.rows * experts.top_k * rank.plan.expert / experts.experts
+    return max(round(mean * (rank.imbalance if slowest else 1.0)), 1)
+
+
+def _activation(rank: Rank, name: str, rows: int, width: int, backward: bool = False) -> Compute:
+    op = "swiglu" if rank.scenario.model_description.gated else "gelu"
+    return stream(name, f"{op}{'_bwd' if backward else ''}", rows, width)
+
+
+def _dense(rank: Rank, width: int) -> list[Item]:
+    model, tensor = rank.scenario.model_description, rank.plan.tensor
+    part, ups = max(width // tensor, 1), model.matrices - 1
+    return [
+        *column(rank, "up", DENSE, ups * part, model.hidden),
+        _activation(rank, "activation", rank.tokens, part),
+        *row(rank, "down", DENSE, model.hidden, part),
+    ]
+
+
+def _dense_backward(rank: Rank, width: int) -> list[Item]:
+    model, tensor = rank.scenario.model_description, rank.plan.tensor
+    part, ups = max(width // tensor, 1), model.matrices - 1
+    return [
+        *row_backward(rank, "down", DENSE, model.hidden, part),
+        _activation(rank, "activation", rank.tokens, part, True),
+        *column_backward(rank, "up", DENSE, ups * part, model.hidden),
+    ]
+
+
+def _routed(rank: Rank, experts: Experts) -> list[Item]:
+    model = rank.scenario.model_description
+    shared = experts.shared_experts * experts.width
+    return [
+        *linear("router", EXPERTS, rank.rows, experts.experts, model.hidden, "bf16"),
+        stream("permute", "permute", rank.rows * experts.top_k, model.hidden, EXPERTS),
+        _exchange(rank, "dispatch", "dispatch"),
+        *_grouped(rank, "experts.up", experts, (model.matrices - 1) * experts.width, model.hidden),
+        _expert_activation(rank, experts, False),
+        *_grouped(rank, "experts.down", experts, model.hidden, experts.width),
+        _exchange(rank, "combine", "combine"),
+        stream("unpermute", "permute", rank.rows * experts.top_k, model.hidden, EXPERTS),
+        *(_dense(rank, shared) if shared else []),
+    ]
+
+
+def _routed_backward(rank: Rank, experts: Experts) -> list[Item]:
+    model = rank.scenario.model_description
+    shared = experts.shared_experts * experts.width
+    ups = (model.matrices - 1) * experts.width
+    router_dx, router_dw = backward_linear(
+        "router", EXPERTS, rank.rows, experts.experts, model.hidden, "bf16"
+    )
+    return [
+        *(_dense_backward(rank, shared) if shared else []),
+        stream("unpermute", "permute", rank.rows * experts.top_k, model.hidden, EXPERTS),
+        _exchange(rank, "combine.bwd", "dispatch"),
+        *_grouped_backward(rank, "experts.down", experts, model.hidden, experts.width),
+        _expert_activation(rank, experts, True),
+        *_grouped_backward(rank, "experts.up", experts, ups, model.hidden),
+        _exchange(rank, "dispatch.bwd", "combine"),
+        stream("permute", "permute", rank.rows * experts.top_k, model.hidden, EXPERTS),
+        *router_dx,
+        *router_dw,
+    ]
+
+
+def _exchange(rank: Rank, name: str, way: str) -> Communicate:
+    """Tokens to their experts (in the dispatch format) or back (bf16)."""
+    size = BYTES[rank.scenario.precision.dispatch] if way == "dispatch" else 2
+    token_bytes = float(rank.scenario.model_description.hidden * size)
+    return Communicate(
+        name, "expert comm", "dispatch" if way == "dispatch" else "combine", "expert", token_bytes,
+        tokens=rank.rows,
+    )  # fmt: skip
+
+
+def _calls(rank: Rank, experts: Experts, n: int, k: int, weights: bool = False) -> tuple[Compute, ...]:
+    groups = experts.experts // rank.plan.expert
+    calls = []
+    for slowest in (True, False):
+        m = expert_tokens(rank, experts, slowest=slowest)
+        shape = {"m": n, "n": k, "k": m} if weights else {"m": m, "n": n, "k": k}
+        calls.append(kernel("grouped_gemm", rank.linear_dtype, groups=groups, **shape))
+    slow, mean = calls
+    return (Compute("", EXPERTS, slow, mean=None if mean == slow else mean, weights=weights),)
+
+
+def _grouped(rank: Rank, name: str, experts: Experts, n: int, k: int) -> list[Item]:
+    (call,) = _calls(rank, experts, n, k)
+    items: list[Item] = []
+    if rank.linear_dtype == "fp8":
+        items.append(stream(f"{name}.quantise", "quantise", rank.rows * experts.top_k, k))
+    return [*items, Compute(name, EXPERTS, call.call, mean=call.mean)]
+
+
+def _grouped_backward(rank: Rank, name: str, experts: Experts, n: int, k: int) -> list[Item]:
+    (dgrad,) = _calls(rank, experts, k, n)
+    (wgrad,) = _calls(rank, experts, n, k, weights=True)
+    items: list[Item] = []
+    if rank.linear_dtype == "fp8":
+        items.append(stream(f"{name}.quantise", "quantise", rank.rows * experts.top_k, n))
+    return [
+        *items,
+        Compute(f"{name}.dgrad", EXPERTS, dgrad.call, mean=dgrad.mean),
+        Compute(f"{name}.wgrad", EXPERTS, wgrad.call, mean=wgrad.mean, weights=True),
+    ]
+
+
+def _expert_activation(rank: Rank, experts: Experts, backward: bool) -> Compute:
+    copies = rank.rows * experts.top_k
+    mean = _activation(rank, "experts.activation", copies, experts.width, backward)
+    if rank.imbalance == 1.0:
+        return mean
+    slow = _activation(rank, "experts.activation", round(copies * rank.imbalance), experts.width, backward)
+    return Compute(slow.name, slow.kind, slow.call, mean=mean.call)

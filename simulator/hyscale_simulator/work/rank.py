@@ -1,0 +1,91 @@
+"""What one rank sees of a scenario: its tokens, keys, heads and columns, for one microbatch."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from hyscale_simulator.layout import Plan
+from hyscale_simulator.scenario import Routing, Scenario
+
+__all__ = ["Rank", "expert_imbalance"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Sizes for one rank of any stage.
+
+    Where ranks differ (keys under a contiguous split, tokens of the experts), the slowest and the mean are
+    given; ranks meet in every layer, so the slowest sets the pace.
+    """
+
+    scenario: Scenario
+    plan: Plan
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on this context rank."""
+        batch = self.scenario.batch
+        return batch.sequences_per_microbatch * batch.sequence_tokens // self.plan.context
+
+    @cached_property
+    def rows(self) -> int:
+        """Tokens in the split region (norms, residuals, router): divided over tensor ranks if sequence parallel."""
+        if self.scenario.layout.sequence_parallel:
+            return self.tokens // self.plan.tensor
+        return self.tokens
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and residuals are split over tensor ranks."""
+        return self.scenario.layout.sequence_parallel and self.plan.tensor > 1
+
+    @cached_property
+    def keys_mean(self) -> int:
+        """Mean keys a query sees, over all ranks: half the sequence."""
+        return max(self.scenario.batch.sequence_tokens // 2, 1)
+
+    @cached_property
+    def keys_slowest(self) -> int:
+        """Mean keys a query of the busiest rank sees.
+
+        Zig-zag: the same for all.  Contiguous: the last of P ranks sees (2P - 1) / P times the mean
+        (simulators.md 4.3; Megatron-LM issue 6058).
+        """
+        if self.scenario.layout.context_split == "zigzag":
+            return self.keys_mean
+        ranks = self.plan.context
+        return self.scenario.batch.sequence_tokens * (2 * ranks - 1) // (2 * ranks)
+
+    @property
+    def linear_dtype(self) -> str:
+        """Operand type of the linear layers."""
+        return self.scenario.precision.linear
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert rank over the mean."""
+        experts = self.scenario.model_description.experts
+        if experts is None:
+            return 1.0
+        return expert_imbalance(self.scenario.routing, experts.experts, self.plan.expert)
+
+
+def expert_imbalance(routing: Routing, experts: int, ranks: int) -> float:
+    """Load of the busiest of ``ranks`` expert ranks over the mean.
+
+    Balanced: 1.  Power law: the i-th busiest expert gets a share proportional to i^-exponent, and experts
+    are dealt to ranks in boustrophedon order (the usual greedy placement).  Counts: as numbered, in blocks.
+    """
+    if routing.distribution == "balanced" or ranks == 1:
+        return 1.0
+    loads: Counter[int] = Counter()
+    per_rank = experts // ranks
+    if routing.distribution == "counts":
+        for expert, count in enumerate(routing.counts):
+            loads[expert // per_rank] += count
+    else:
+        for position in range(experts):
+            turn, at = divmod(position, ranks)
+            share = (position + 1.0) ** -routing.exponent
+            loads[at if turn % 2 == 0 else ranks - 1 - at] += share  # type: ignore[assignment]
+    return max(loads.values()) * ranks / sum(loads.values())

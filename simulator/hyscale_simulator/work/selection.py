@@ -1,0 +1,210 @@
+"""Selection of one layer: index projections, scores, top-k, the kept record, replay, and the indexer's loss.
+
+What the implementations do to memory and how often is ``scenario.selection``; sources: training.md-style
+tables in simulator/README.md.
+"""
+
+from hyscale_simulator.kernels import BYTES, Kernel, kernel
+from hyscale_simulator.model import Indexer, Latent
+from hyscale_simulator.work.items import Communicate, Compute, Item, backward_linear, linear, stream
+from hyscale_simulator.work.rank import Rank
+
+__all__ = ["chunk_rows", "index_backward", "index_projections", "record_bytes", "selection"]
+
+PROJECTIONS = "index projections"
+SELECTION = "selection"
+LOSS = "index loss"
+
+TABLE_LIMIT_BYTES = 2**30
+"""Score-table workspace of implementations that bound it (Megatron-LM's cuDNN path)."""
+
+
+def index_projections(rank: Rank, shape: Latent) -> list[Item]:
+    """Queries from the query latent, one shared key from the hidden state, its LayerNorm, head weights, rotary.
+
+    Every tensor rank computes them for all of its tokens: the indexer is replicated (Megatron-LM, slime).
+    """
+    indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, rank.tokens
+    width, dtype = indexer.heads * indexer.head_dim, rank.linear_dtype
+    return [
+        *linear("index.q", PROJECTIONS, tokens, width, shape.q_rank, dtype),
+        *linear("index.k", PROJECTIONS, tokens, indexer.head_dim, hidden, "bf16"),
+        *linear("index.w", PROJECTIONS, tokens, indexer.heads, hidden, "bf16"),
+        stream("index.k_norm", "layernorm", tokens, indexer.head_dim, PROJECTIONS),
+        stream("index.rope", "rope", tokens, width + indexer.head_dim, PROJECTIONS),
+    ]
+
+
+def selection(rank: Rank, shape: Latent, *, again: bool, trains: bool) -> list[Item]:
+    """Top-k for every row of this rank, or its replay, and the loss where gradients are on."""
+    scenario, indexer = rank.scenario, _indexer(rank)
+    options = scenario.selection
+    items: list[Item] = []
+    if again and scenario.recompute.replay:
+        items += _recall(rank)
+        if trains and options.loss:
+            items.append(_at_selected(rank, "select.scores_again", "selected_scores"))
+    else:
+        items += _score_and_choose(rank)
+        if not again and scenario.recompute.replay:
+            items += _record(rank)
+    if trains and options.loss:
+        heads = shape.heads // rank.plan.tensor
+        loss = kernel(
+            "index_loss", "bf16", rows=rank.tokens, heads=heads, qk_dim=shape.kv_width, top_k=_chosen(rank)
+        )
+        items.append(Compute("loss", LOSS, loss))
+        if rank.plan.tensor > 1:  # the teacher's probabilities are a sum over all heads
+            whole = rank.tokens * indexer.top_k * 4.0
+            items.append(Communicate("loss.reduce", "tensor comm", "all_reduce", "tensor", whole))
+    return items
+
+
+def index_backward(rank: Rank, shape: Latent) -> list[Item]:
+    """The loss's gradient: at the selected keys, and of the index weights.  Inputs are detached: no dgrad."""
+    if not rank.scenario.selection.loss:
+        return []
+    indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, rank.tokens
+    width, dtype = indexer.heads * indexer.head_dim, rank.linear_dtype
+    loss = kernel("index_loss_bwd", "fp32", rows=tokens, top_k=_chosen(rank))
+    items: list[Item] = [
+        Compute("loss.bwd", LOSS, loss),
+        _at_selected(rank, "loss.scores_bwd", "selected_scores_bwd"),
+    ]
+    if rank.plan.context > 1:  # gradients of the gathered index keys go back to their owners, in fp32
+        whole = tokens * rank.plan.context * indexer.head_dim * 4.0
+        items.append(
+            Communicate("loss.reduce", "context comm", "reduce_scatter", "context", whole, until="end")
+        )
+    items.append(stream("index.rope", "rope", tokens, width + indexer.head_dim, PROJECTIONS))
+    items.append(stream("index.k_norm", "layernorm_bwd", tokens, indexer.head_dim, PROJECTIONS))
+    for name, n, k, kind in (
+        ("index.q", width, shape.q_rank, dtype),
+        ("index.k", indexer.head_dim, hidden, "bf16"),
+        ("index.w", indexer.heads, hidden, "bf16"),
+    ):
+        _, dw = backward_linear(name, PROJECTIONS, tokens, n, k, kind, input_gradient=False)
+        items += dw
+    return items
+
+
+def record_bytes(rank: Rank) -> float:
+    """Bytes of one layer's kept selection for one microbatch on this rank."""
+    rows, chosen = rank.tokens, _chosen(rank)
+    if rank.scenario.selection.record == "int32":
+        return rows * (4.0 * chosen + 4)
+    call = _codec(rank, "record_encode")
+    return call.cost.bytes - 4.0 * rows * chosen + 4.0 * rows
+
+
+def chunk_rows(rank: Rank) -> int:
+    """Rows whose scores are in memory at a time, where a table is written."""
+    options = rank.scenario.selection
+    keys = max(rank.scenario.batch.sequence_tokens // _indexer(rank).key_ratio, 1)
+    rows = options.table_rows or max(TABLE_LIMIT_BYTES // (4 * keys), 1)
+    return min(rows, rank.tokens)
+
+
+def _indexer(rank: Rank) -> Indexer:
+    indexer = rank.scenario.model_description.indexer
+    assert indexer is not None
+    return indexer
+
+
+def _chosen(rank: Rank) -> int:
+    indexer = _indexer(rank)
+    return min(indexer.top_k, max(rank.scenario.batch.sequence_tokens // indexer.key_ratio, 1))
+
+
+def _score_and_choose(rank: Rank) -> list[Item]:
+    options, indexer = rank.scenario.selection, _indexer(rank)
+    items: list[Item] = []
+    if options.scoring_dtype == "fp8":
+        width = indexer.heads * indexer.head_dim
+        items.append(stream("select.quantise", "quantise", rank.tokens, width, SELECTION))
+    slowest = _passes(rank, rank.keys_slowest // indexer.key_ratio)
+    mean = _passes(rank, rank.keys_mean // indexer.key_ratio)
+    for (name, call, count), (_, average, _) in zip(slowest, mean, strict=True):
+        items.append(
+            Compute(f"select.{name}", SELECTION, call, count, mean=None if average == call else average)
+        )
+    return items
+
+
+def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
+    """(name, kernel, count) of one selection when a row sees ``visible`` keys on average."""
+    options, indexer = rank.scenario.selection, _indexer(rank)
+    whole = max(rank.scenario.batch.sequence_tokens // indexer.key_ratio, 1)
+    visible, top_k, dtype = max(visible, 1), _chosen(rank), options.scoring_dtype
+    scored = {"heads": indexer.heads, "dim": indexer.head_dim}
+    if not options.table:
+        return _fused(rank, visible, top_k, scored)
+    rows = chunk_rows(rank)
+    count = -(-rank.tokens // rows)
+    keys = whole if options.square else visible
+    searched = whole if options.square or options.mask_pass else visible
+    passes = [
+        ("scores", kernel("index_scores", dtype, options.scorer, rows=rows, keys=keys, **scored), count)
+    ]
+    if options.mask_pass and whole > visible:
+        passes.append(("mask", kernel("fill", "fp32", rows=rows, width=whole - visible), count))
+    top = kernel(
+        "index_select", "fp32", options.selector, options.scores, rows=rows, keys=searched, top_k=top_k
+    )
+    return [*passes, ("topk", top, count)]
+
+
+def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list[tuple[str, Kernel, int]]:
+    options, rows = rank.scenario.selection, rank.tokens
+    dtype = options.scoring_dtype
+    if not options.skipped_fraction:
+        whole = kernel("hytopk", dtype, regime=options.scores, rows=rows, keys=visible, top_k=top_k, **scored)
+        return [("hytopk", whole, 1)]
+    kept = max(round(visible * (1 - options.skipped_fraction)), 1)
+    listed = {"rows": rows, "keys": visible, "top_k": top_k}
+    return [
+        ("threshold", kernel("hytopk_threshold", dtype, rows=rows, keys=visible, **scored), 1),
+        ("scan", kernel("hytopk_scan", dtype, rows=rows, keys=kept, **scored), 1),
+        ("compact", kernel("hytopk_compact", "fp32", **listed), 1),
+        ("rescore", kernel("selected_scores", dtype, rows=rows, top_k=round(1.3 * top_k), **scored), 1),
+        ("finish", kernel("hytopk_finish", "fp32", **listed), 1),
+    ]
+
+
+def _at_selected(rank: Rank, name: str, op: str) -> Compute:
+    """Scores at the selected keys, or their gradient."""
+    indexer, dtype = _indexer(rank), rank.scenario.selection.scoring_dtype
+    operands = dtype if BYTES[dtype] <= 2 else "bf16"
+    call = kernel(
+        op, operands, rows=rank.tokens, top_k=_chosen(rank), heads=indexer.heads, dim=indexer.head_dim
+    )
+    return Compute(name, LOSS, call)
+
+
+def _codec(rank: Rank, op: str) -> Kernel:
+    keys = max(rank.scenario.batch.sequence_tokens // _indexer(rank).key_ratio, 1)
+    return kernel(op, "fp32", rows=rank.tokens, top_k=_chosen(rank), keys=keys)
+
+
+def _record(rank: Rank) -> list[Item]:
+    """Keeping the selection: packed if asked for, moved to the host if asked for."""
+    items: list[Item] = []
+    if rank.scenario.selection.record == "packed":
+        items.append(Compute("select.encode", SELECTION, _codec(rank, "record_encode")))
+    if rank.scenario.offload.selection:
+        moved = record_bytes(rank)
+        items.append(Communicate("select.store", "host copies", "host", "host", moved, until="end"))
+    return items
+
+
+def _recall(rank: Rank) -> list[Item]:
+    items: list[Item] = []
+    if rank.scenario.offload.selection:
+        moved = record_bytes(rank)
+        needed = "select.decode" if rank.scenario.selection.record == "packed" else "core"
+        items.append(
+            Communicate("select.load", "host copies", "host", "host", moved, until=needed, start="block")
+        )
+    if rank.scenario.selection.record == "packed":
+        items.append(Compute("select.decode", SELECTION, _codec(rank, "record_decode")))
+    return items

@@ -1,0 +1,230 @@
+"""Convert public kernel measurements to profile files: run once, results are committed.
+
+    python simulator/tools/convert_public_tables.py FOLDER_OF_CSV
+
+FOLDER_OF_CSV holds the H200 tables of NVIDIA AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0), trimmed
+to CSV: latency in microseconds, message sizes in bytes.  Figures published in prose or charts are listed
+below with their source.
+"""
+
+import argparse
+import csv
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from hyscale_ref.profile import ProfilePoint, as_shape, write_profile
+
+AICONFIGURATOR = "NVIDIA AIConfigurator, H200 tables (ai-dynamo/aiconfigurator, Apache-2.0)"
+HERE = Path(__file__).parents[1] / "hyscale_simulator" / "data" / "profiles"
+H200, H100, B200 = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA B200"
+
+Row = Mapping[str, str]
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """The rows of a CSV file, gzipped or not."""
+    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+    with opened as stream:
+        yield from csv.DictReader(stream)
+
+
+def point(
+    op: str, implementation: str, dtype: str, latency_us: float, regime: str = "", **shape: int
+) -> ProfilePoint:
+    """One point of the AIConfigurator tables."""
+    return ProfilePoint(
+        op=op,
+        implementation=implementation,
+        dtype=dtype,
+        shape=as_shape(shape),
+        device=H200,
+        median_us=latency_us,
+        regime=regime,
+        source=AICONFIGURATOR,
+    )
+
+
+def gemm(row: Row) -> ProfilePoint | None:
+    """bf16 (cuBLAS) and fp8 with block scales (DeepGEMM)."""
+    fp8 = row["gemm_dtype"] == "fp8_block"
+    return point(
+        "gemm",
+        "deepgemm" if fp8 else "cublas",
+        "fp8" if fp8 else "bf16",
+        float(row["latency_us"]),
+        m=int(row["m"]),
+        n=int(row["n"]),
+        k=int(row["k"]),
+    )
+
+
+def _window(row: Row) -> tuple[int, int] | None:
+    """(rows, mean keys) of a single causal sequence; None for batches and calls too small to train with."""
+    new, past = int(row["new_tokens"]), int(row["past_tokens"])
+    if int(row["batch_size"]) != 1 or new < 256 or float(row["latency_us"]) <= 0:
+        return None
+    return new, past + (new + 1) // 2
+
+
+def index_scores(row: Row) -> ProfilePoint | None:
+    """DeepGEMM's fp8 indexer scores, 32 heads of 128, written out in fp32."""
+    window = _window(row)
+    if window is None:
+        return None
+    return point(
+        "index_scores", "deepgemm", "fp8", float(row["latency_us"]),
+        rows=window[0], keys=window[1], heads=32, dim=128,
+    )  # fmt: skip
+
+
+def index_select(row: Row) -> ProfilePoint | None:
+    """SGLang's top-2048 of those scores; ``flat`` ones are like an untrained indexer's."""
+    window = _window(row)
+    if window is None or int(row["past_tokens"]) + int(row["new_tokens"]) <= 2048:
+        return None
+    regime = "untrained" if row["score_mode"] == "flat" else "trained"
+    return point(
+        "index_select", "sglang", "fp32", float(row["latency_us"]), regime,
+        rows=window[0], keys=window[1], top_k=2048,
+    )  # fmt: skip
+
+
+def sparse_attention(row: Row) -> ProfilePoint | None:
+    """FlashMLA's sparse prefill: 64 heads, 576 / 512, 2,048 keys a row.  Its time does not depend on the past."""
+    window = _window(row)
+    if window is None or row["past_tokens"] != "65536":
+        return None
+    return point(
+        "sparse_attention", "flashmla", "bf16", float(row["latency_us"]),
+        rows=window[0], heads=64, qk_dim=576, v_dim=512, top_k=2048,
+    )  # fmt: skip
+
+
+def convert(source: Path, reader: Callable[[Row], ProfilePoint | None]) -> list[ProfilePoint]:
+    """All usable rows of one table, repeats of a shape dropped."""
+    points: dict[object, ProfilePoint] = {}
+    for row in rows(source):
+        converted = reader(row)
+        if converted is not None:
+            points.setdefault(converted.key, converted)
+    return list(points.values())
+
+
+FA3 = "FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, head dim 128"
+FA4 = "flash-attention PR 2280, headdim 128, batch 4, 16 heads (2CTA backward)"
+CUDNN_B200 = "flash-attention PR 2605, cuDNN column, head dim 128"
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+FA3_TFLOPS: Mapping[tuple[str, str], tuple[int, ...]] = {
+    ("attention", "full"): (467, 565, 625, 638, 646, 648),
+    ("attention", "causal"): (292, 423, 521, 579, 602, 616),
+    ("attention_bwd", "full"): (316, 424, 501, 542, 559, 561),
+}
+
+
+def attention(
+    device: str, op: str, regime: str, length: int, batch: int, tflops: float, source: str, who: str
+) -> ProfilePoint:
+    """An attention benchmark given as TFLOPS: 4 b s^2 h d forward, halved when causal, 2.5 times backward."""
+    heads, dim = 16, 128
+    keys = length // 2 if regime == "causal" else length
+    flops = 4.0 * batch * length * keys * heads * dim * (2.5 if op == "attention_bwd" else 1)
+    return ProfilePoint(
+        op=op,
+        implementation=who,
+        dtype="bf16",
+        shape=as_shape(
+            {"batch": batch, "heads": heads, "kv_heads": heads, "queries": length, "keys": keys,
+             "qk_dim": dim, "v_dim": dim}
+        ),
+        device=device,
+        median_us=round(flops / tflops / 1e6, 3),
+        flops_per_s=tflops * 1e12,
+        regime=regime,
+        source=source,
+    )  # fmt: skip
+
+
+def h100() -> Iterator[ProfilePoint]:
+    """FlashAttention-3 on an H100."""
+    for (op, regime), rates in FA3_TFLOPS.items():
+        for length, rate in zip(LENGTHS, rates, strict=True):
+            yield attention(H100, op, regime, length, 16384 // length, rate, FA3, "flash-attention-3")
+
+
+def b200() -> Iterator[ProfilePoint]:
+    """Attention on a B200."""
+    for op, regime, rate in (
+        ("attention", "full", 1534.8), ("attention", "causal", 1418.1),
+        ("attention_bwd", "full", 1359.8), ("attention_bwd", "causal", 1208.6),
+    ):  # fmt: skip
+        yield attention(B200, op, regime, 8192, 4, rate, FA4, "flash-attention-4")
+
+
+OWN = "first probes of HyTopK's design on one H200 (Triton 3.6, torch 2.11, median of do_bench)"
+
+
+def hytopk() -> Iterator[ProfilePoint]:
+    """First measurements of materialised rivals and of HyTopK's stages, 32 heads of 128, all keys visible."""
+
+    def own(op: str, who: str, dtype: str, us: float, regime: str = "", **shape: int) -> ProfilePoint:
+        return ProfilePoint(
+            op=op, implementation=who, dtype=dtype, shape=as_shape(shape), device=H200, median_us=us,
+            regime=regime, source=OWN,
+        )  # fmt: skip
+
+    scored = {"heads": 32, "dim": 128}
+    for n_rows, keys, scores, flashinfer, torch_topk in (
+        (4096, 65536, 2410.0, 1120.0, 4070.0),
+        (4096, 262144, 9850.0, 3370.0, 15100.0),
+        (2048, 1048576, 19500.0, 5770.0, 31700.0),
+    ):
+        yield own("index_scores", "deepgemm", "fp8", scores, rows=n_rows, keys=keys, **scored)
+        for who, us in (("flashinfer", flashinfer), ("torch.topk", torch_topk)):
+            yield own("index_select", who, "fp32", us, "untrained", rows=n_rows, keys=keys, top_k=2048)
+
+    def rate_us(n_rows: int, keys: int, tflops: float) -> float:
+        return round(2.0 * 32 * 128 * n_rows * keys / tflops / 1e6, 1)
+
+    # bf16 scores written in fp32: 544-573 TFLOPS; a bitmap of score >= threshold instead: 532.
+    yield own("index_scores", "triton", "bf16", rate_us(4096, 65536, 558), rows=4096, keys=65536, **scored)
+    yield own("hytopk_scan", "hytopk", "bf16", rate_us(4096, 65536, 532), rows=4096, keys=65536, **scored)
+    yield own("hytopk_scan", "hytopk", "fp8", rate_us(4096, 65536, 918), rows=4096, keys=65536, **scored)
+    yield own("hytopk_scan", "hytopk", "fp8", rate_us(2048, 1048576, 924), rows=2048, keys=1048576, **scored)
+    # 8-16 K strided keys: 0.27-0.56 ms; bit-wise bisection: 0.46-1.06 ms.  The middle of each.
+    yield own("hytopk_threshold", "hytopk", "fp8", 410.0, rows=4096, keys=65536, **scored)
+    yield own("hytopk_finish", "hytopk", "fp32", 760.0, rows=4096, keys=65536, top_k=2048)
+    for dtype, short, long in (("fp8", 360.0, 230.0), ("bf16", 400.0, 310.0)):
+        yield own("selected_scores", "hytopk", dtype, short, rows=4096, top_k=2816, **scored)
+        yield own("selected_scores", "hytopk", dtype, long, rows=2048, top_k=3072, **scored)
+
+
+def write(name: str, points: Iterable[ProfilePoint]) -> None:
+    """Write one shipped profile and say how large it is."""
+    found = list(points)
+    path = HERE / name
+    write_profile(path, found)
+    print(f"{path.name}: {len(found)} points, {path.stat().st_size} bytes")
+
+
+def main() -> None:
+    """Write every shipped public profile, and copy the collective tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    write("h200-gemm.jsonl.gz", convert(folder / "h200_gemm.csv.gz", gemm))
+    selection = convert(folder / "h200_glm5_mqa_logits_deepgemm.csv", index_scores)
+    selection += convert(folder / "h200_glm5_topk_sglang.csv", index_select)
+    selection += convert(folder / "h200_glm5_sparse_mla_flashmla.csv", sparse_attention)
+    write("h200-sparse-attention.jsonl.gz", selection)
+    write("h200-hytopk.jsonl", hytopk())
+    write("h100-attention.jsonl", h100())
+    write("b200-attention.jsonl", b200())
+    for table in ("h200_nccl.csv", "h200_deepep.csv"):
+        data = (folder / table).read_bytes()
+        (HERE / f"{table.replace('_', '-')}.gz").write_bytes(gzip.compress(data, mtime=0))
+
+
+if __name__ == "__main__":
+    main()
