@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hyscale_simulator.critical_path import stream_use
@@ -194,15 +193,3 @@ def test_files_are_json_packed_or_not_and_equal_seeds_give_equal_bytes(tmp_path:
 
 def test_an_empty_graph_is_an_empty_trace() -> None:
     assert chrome_trace(simulate(GraphBuilder().build()))["traceEvents"] == []
-
-
-def test_perfetto_loads_it(tmp_path: Path) -> None:
-    perfetto = pytest.importorskip("perfetto.trace_processor", reason="the perfetto package is not installed")
-    path = tmp_path / "trace.json"
-    timeline = pipeline()
-    write_trace(timeline, path)
-    with perfetto.TraceProcessor(trace=str(path)) as processor:
-        (spans,) = processor.query("select count(*) as n, sum(dur) as total from slice where dur >= 0")
-        (arrows,) = processor.query("select count(*) as n from flow")
-    ran = int((timeline.end_ns - timeline.start_ns).sum()) + timeline.makespan_ns
-    assert (spans.total, arrows.n) == (ran, 16)
