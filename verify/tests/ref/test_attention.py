@@ -129,6 +129,8 @@ def test_known_cases() -> None:
     )
     huge = sparse_attention(1000 * q, k, v, everything, 1.0)
     assert np.isfinite(huge.out).all(), "logits of thousands do not overflow"
+    sunk = sparse_attention_gradients(q, k, v, everything, 1.0, np.ones((3, 4, 5)), np.full(4, 1000.0))
+    assert all(x is not None and np.abs(x).max() < 1e-300 for x in sunk), "nor does a sink"
     wide = sparse_attention_gradients(q, k, v, everything, 1.0, np.ones((3, 4, 5)))
     np.testing.assert_allclose(wide.v.sum(axis=0), 6 * np.ones((2, 5)), rtol=1e-13, err_msg="columns of dV")
 

@@ -48,12 +48,13 @@ def float32_dot(q: Array, k: Array, order: Order, rng: np.random.Generator, *, f
 
 
 def tensor_core_dot(
-    q: Array, k: Array, core: TensorCore, rng: np.random.Generator, *, toward_zero: bool
+    q: Array, k: Array, core: TensorCore, rng: np.random.Generator | None, *, toward_zero: bool = True
 ) -> Array:
-    """The model of hyscale_ref.bounds, step by step: align, cut, sum exactly, cut; blocks in random order."""
+    """The model of hyscale_ref.bounds: align, cut, sum exactly, cut; blocks in random order if ``rng``."""
     cut = np.trunc if toward_zero else np.floor
     total = np.zeros(np.broadcast_shapes(q.shape, k.shape)[:-1])
-    for i in rng.permutation(np.arange(0, q.shape[-1], core.block)):
+    blocks = np.arange(0, q.shape[-1], core.block)
+    for i in blocks if rng is None else rng.permutation(blocks):
         product = q[..., i : i + core.block] * k[..., i : i + core.block]
         # The hardware aligns by the sum of the operands' exponents, up to one below the product's own.
         exponent = np.frexp(q[..., i : i + core.block])[1] + np.frexp(k[..., i : i + core.block])[1] - 2
@@ -95,8 +96,9 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], fmt: Format, regime: 
         x = np.abs(x) + 0.5
     elif regime == "wide":
         x = x * 2.0 ** rng.integers(-8, 8, shape)
-    elif regime == "cancelling":
-        x[..., 1::2] = -x[..., : x.shape[-1] // 2 * 2 : 2] * (1 + 2.0**-6)
+    elif regime == "cancelling" and shape[-1] > 1:  # queries [T, H, D] against keys [S, D]
+        half = shape[-1] // 2
+        x[..., half : 2 * half] = x[..., :half] * (-1 if len(shape) == 3 else 1 + 2.0**-6)
     elif regime == "sparse":
         x = x * (rng.random(shape) < 0.1)
     elif regime == "tiny":
@@ -181,9 +183,36 @@ def test_the_tensor_core_bound_is_nearly_reached(core: TensorCore, fmt: Format) 
     q[..., core.block :: core.block] = 2.0**-6  # so that the sum stays below 2
     k[..., core.block :: core.block] = 2.0**-1
     scores, bound = bounded_scores(q, k, np.ones((1, 1)), arithmetic=core)
-    dot = tensor_core_dot(q[:, None], k[None, :, None], core, np.random.default_rng(0), toward_zero=True)
+    dot = tensor_core_dot(q[:, None], k[None, :, None], core, None)
     assert abs(dot.item() - scores.item()) <= bound.item()
     assert abs(dot.item() - scores.item()) > 0.4 * bound.item()
+
+
+def test_a_negative_dot_product_may_be_computed_as_positive() -> None:
+    """256 - 125 small products - 254 is -45.9 units of the last place, but every small product is cut off."""
+    D, unit = 128, 2.0 ** (8 - HOPPER_E4M3.alignment_bits)
+    q, k = np.full((1, 1, D), -1.875 * 2.0**-3), np.full((1, D), 1.875 * 2.0**-4)
+    q[0, 0, [0, -2, -1]] = 16, -15, -14
+    k[0, [0, -2, -1]] = 16, 16, 1
+    dot = tensor_core_dot(q[:, None], k[None, :, None], HOPPER_E4M3, None).item()
+    exact = (q[0, 0] * k[0]).sum()
+    assert (exact / unit, dot / unit) == (pytest.approx(-45.9, abs=0.1), 64)
+    scores, bound = bounded_scores(q, k, np.ones((1, 1)), arithmetic=HOPPER_E4M3)
+    assert scores == 0
+    assert dot <= bound.item() < 2 * dot, "relu hides the negative part of the error, and only that"
+
+
+def test_the_underflow_bounds_are_needed() -> None:
+    """Products just below 2**-126, flushed to zero: of the dot product, then of the head weights."""
+    rng = np.random.default_rng(0)
+    small, one = 2.0**-63 * (1 - 2.0**-7), np.ones(1)
+    for q, k, w in (
+        (np.full((1, 1, 128), small), np.full((1, 128), 2.0**-63), np.ones((1, 1))),
+        (np.full((1, 128, 1), small), np.ones((1, 1)), np.full((1, 128), 2.0**-63)),
+    ):
+        scores, bound = bounded_scores(q, k, w, arithmetic=FLOAT32)
+        assert computed_scores(q, k, w, one, FLOAT32, "forward", rng, flush=True) == 0
+        assert 0.2 * bound <= scores <= bound
 
 
 @pytest.mark.parametrize(
@@ -207,7 +236,7 @@ def test_the_fp8_model_errs_as_an_h200_does() -> None:
     """Normal data, D = 128: the largest error measured on an H200 is 2**-12.0 of the sum of magnitudes."""
     rng = np.random.default_rng(0)
     q, k = (draw(rng, (20_000, 128), E4M3, "normal") for _ in range(2))
-    dot = tensor_core_dot(q, k, HOPPER_E4M3, rng, toward_zero=True)
+    dot = tensor_core_dot(q, k, HOPPER_E4M3, rng)
     relative = np.abs(dot - (q * k).sum(axis=1)) / (np.abs(q) * np.abs(k)).sum(axis=1)
     assert 2.0**-13 < relative.max() < 2.0**-11.5
 

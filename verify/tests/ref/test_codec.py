@@ -84,8 +84,8 @@ def test_size_follows_the_formula_and_never_exceeds_int32(N: int, K: int) -> Non
     assert layout.words <= 1 + M <= 1 + K, "int32 indices and a count"
     if not layout.raw:
         low = max(math.floor(math.log2(N / M)), 0)
-        formula = low + 1 + math.ceil(N / 2**low) / M
-        assert 32 * layout.words <= formula * M + 2 * 32 + 2 * 31
+        high = M + math.ceil(N / 2**low)
+        assert layout.words == 2 + math.ceil(low * M / 32) + math.ceil(high / 32)
     if M >= 256:
         assert not layout.raw, "packing pays"
 
@@ -133,6 +133,18 @@ def test_random_words_never_give_a_malformed_selection(seed: int, N: int, K: int
         return
     assert (np.diff(indices[:count]) > 0).all()
     assert ((indices[:count] >= 0) & (indices[:count] < N)).all()
+
+
+@pytest.mark.parametrize("values", [[5, 5], [6, 5]])
+def test_values_that_do_not_ascend_are_an_error(values: list[int]) -> None:
+    assert RowLayout(2**20, 2).raw
+    with pytest.raises(CorruptRecordError, match="row 0 is corrupt: indices do not ascend"):
+        decode(np.array([[2, *values]], np.uint32), None, 2**20, 2)
+    low, high = values[0] | values[1] << 3, 1 | 1 << 1  # both high parts 0, l = 3
+    packed = np.array([[2, sum(values), low, 0, high]], np.uint32)
+    assert RowLayout(128, 16).low_bits == 3
+    with pytest.raises(CorruptRecordError, match="row 0 is corrupt: indices do not ascend"):
+        decode(packed, None, 128, 16)
 
 
 def test_another_start_is_an_error_when_indices_leave_the_keys() -> None:

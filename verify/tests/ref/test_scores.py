@@ -84,6 +84,13 @@ def test_special_values(q: list[list[float]], k: list[float], w: list[float], ex
         assert not np.signbit(score)
 
 
+def test_an_underflow_from_below_is_positive_zero() -> None:
+    one = np.ones((1, 1))
+    [[score]] = indexer_scores(one[None], one, -1e-300 * one, np.array([1e-100]))
+    assert score == 0
+    assert not np.signbit(score)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -45,6 +45,16 @@ def test_every_key_is_selected_or_beaten(row: list[float], K: int, start: int, e
     assert not np.signbit(selection.scores[selection.scores == 0]).any()
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 600))
+def test_long_rows_full_of_ties(seed: int, K: int) -> None:
+    """Longer than any cut-off below which an unstable sort is stable by accident."""
+    row = np.random.default_rng(seed).integers(0, 3, 500).astype(np.float32)
+    order = sorted(range(500), key=lambda j: (-row[j], j))
+    selection = topk(row[None], K, [0], [500])
+    assert selection.indices[0, : selection.count[0]].tolist() == sorted(order[:K])
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_dtypes(dtype: type[np.floating[Any]]) -> None:
     selection = topk(np.array([[1, 3, 2], [1, 1, 1], [5, 4, 6]], dtype), 2)
