@@ -17,6 +17,9 @@ MAX_TOP_K = 8192
 # Longest key chunk: keeps the scan's launch grid within bounds when one row leaves room for a huge bitmap.
 MOST_CHUNK_KEYS = 2**24
 
+# Rows of one pass: few enough that their queries (32 heads of 128 bytes each) stay in the L2 cache.
+MOST_CHUNK_ROWS = 4096
+
 # Small per-row arrays: lo, hi of the call; scan_hi, threshold, plateau of the chunk.
 ROW_BYTES = 20
 
@@ -140,6 +143,10 @@ class Plan:
         scanning = rows * (self.capacity * 8 + words * 4)
         return rows * ROW_BYTES + max(sampling, scanning)
 
+    def columns(self) -> int:
+        """Columns of a row's buffer that one step of the row-wise stages takes."""
+        return min(1024 if self.row_group == 1 else 128, self.capacity)
+
     def as_ints(self) -> list[int]:
         return list(astuple(self))
 
@@ -165,7 +172,7 @@ def _chunks(
     fixed = ROW_BYTES + capacity * 8
     least_bitmap = min(S, 2**18) // 8 + tile_keys
     per_row = max(fixed + least_bitmap, ROW_BYTES + samples * 4)
-    most_rows = max(1, budget // per_row // tile_rows) * tile_rows
+    most_rows = max(1, min(budget // per_row, MOST_CHUNK_ROWS) // tile_rows) * tile_rows
     chunks = ceil_div(max(T, 1), most_rows)
     row_chunk = ceil_div(ceil_div(max(T, 1), chunks), tile_rows) * tile_rows
     rows = min(row_chunk, max(T, 1))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .plan import Plan
 from .problem import Problem
-from .score import key_scale, load_keys, load_query, ordered, row_scores
+from .score import key_scale, load_keys, load_query, load_weights, ordered, row_scores
 
 
 @triton.jit(do_not_specialize=["row0", "capacity"])
@@ -42,6 +42,7 @@ def _rescore_kernel(
     if filled <= capacity:
         row = (row0 + r).to(tl.int64)
         b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
+        b_w = load_weights(w_ptr, w_stride_t, row, H, H_PAD, N)
         p_key = candidate_ptr + r.to(tl.int64) * capacity
         p_out = key_ptr + r.to(tl.int64) * capacity
         for c in tl.range(0, filled, N, num_stages=STAGES):
@@ -49,7 +50,7 @@ def _rescore_kernel(
             mask = o_c < filled
             keys = tl.load(p_key + o_c, mask=mask, other=0).to(tl.int64)
             b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
-            score = row_scores(b_q, w_ptr, w_stride_t, row, b_k, H, H_PAD, N)
+            score = row_scores(b_q, b_w, b_k, H, H_PAD, N)
             if HAS_SCALE:
                 score = score * key_scale(k_scale_ptr, keys)
             tl.store(p_out + o_c, ordered(score), mask=mask)

@@ -123,20 +123,27 @@ def tile_scores(
 
 
 @triton.jit
-def _heads_in_order(x, p_w, acc, FIRST: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
-    """acc [N] plus heads FIRST .. FIRST+HEADS-1 of x [N, HEADS], in ascending order.
+def _halves(x, HEADS: tl.constexpr, N: tl.constexpr):
+    """The first and the last HEADS / 2 columns of x [N, HEADS]."""
+    return tl.split(tl.permute(tl.reshape(x, (N, 2, HEADS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _heads_in_order(
+    x, weight, acc, FIRST: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, N: tl.constexpr
+):
+    """acc [N] plus weight times x, both [N, HEADS], heads FIRST .. FIRST+HEADS-1 in ascending order.
 
     Halves the head axis until single columns are left; heads at or beyond H are padding and skipped.
     """
     if FIRST < H:
         if HEADS == 1:
-            weight = tl.zeros((N,), tl.float32) + tl.load(p_w + FIRST)
-            acc = tl.fma(weight, tl.reshape(x, (N,)), acc)
+            acc = tl.fma(tl.reshape(weight, (N,)), tl.reshape(x, (N,)), acc)
         else:
-            halves = tl.permute(tl.reshape(x, (N, 2, HEADS // 2)), (0, 2, 1))
-            lower, upper = tl.split(halves)
-            acc = _heads_in_order(lower, p_w, acc, FIRST, HEADS // 2, H, N)
-            acc = _heads_in_order(upper, p_w, acc, FIRST + HEADS // 2, HEADS // 2, H, N)
+            x_lower, x_upper = _halves(x, HEADS, N)
+            w_lower, w_upper = _halves(weight, HEADS, N)
+            acc = _heads_in_order(x_lower, w_lower, acc, FIRST, HEADS // 2, H, N)
+            acc = _heads_in_order(x_upper, w_upper, acc, FIRST + HEADS // 2, HEADS // 2, H, N)
     return acc
 
 
@@ -168,11 +175,18 @@ def load_query(
 
 
 @triton.jit
-def row_scores(b_q, w_ptr, w_stride_t, row, b_k, H: tl.constexpr, H_PAD: tl.constexpr, N: tl.constexpr):
-    """Scores [N], before k_scale, of query ``row`` (b_q from load_query) against b_k [N, D_PAD]."""
+def load_weights(w_ptr, w_stride_t, row, H: tl.constexpr, H_PAD: tl.constexpr, N: tl.constexpr):
+    """The head weights of query ``row`` (int64) for ``row_scores``: [N, H_PAD], every row the same."""
+    o_h = tl.zeros((N, 1), tl.int32) + tl.arange(0, H_PAD)[None, :]
+    return tl.load(w_ptr + row * w_stride_t + o_h, mask=o_h < H, other=0.0)
+
+
+@triton.jit
+def row_scores(b_q, b_w, b_k, H: tl.constexpr, H_PAD: tl.constexpr, N: tl.constexpr):
+    """Scores [N], before k_scale, of one query (b_q, b_w: its loaders) against b_k [N, D_PAD]."""
     x = tl.reshape(relu(dot(b_k, b_q)), (N, H_PAD // 8, 4, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 1, 3)), (N, H_PAD))  # heads in order
-    return _heads_in_order(x, w_ptr + row * w_stride_t, tl.zeros((N,), tl.float32), 0, H_PAD, H, N)
+    return _heads_in_order(x, b_w, tl.zeros((N,), tl.float32), 0, H_PAD, H, N)
 
 
 @triton.jit

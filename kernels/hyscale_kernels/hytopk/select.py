@@ -1,8 +1,8 @@
 """Stage 5, selection: the exact K best of a row's candidates, ties by smaller key, ascending.
 
-The K-th best score is found by bisection over ordered int32 scores; keys above it are all taken, keys
-equal to it are taken from the left until K are reached. The candidates are sorted by key, so one
-cumulative sum gives both the tie rule and the ascending order of the result.
+The K-th best score is found by bisection (rank.py); keys above it are all taken, keys equal to it are
+taken from the left until K are reached. The candidates are sorted by key, so one cumulative sum gives
+both the tie rule and the ascending order of the result.
 
 A row is left pending for repair when its buffer overflowed, or when fewer than K candidates came
 through although the window holds more.
@@ -17,41 +17,8 @@ import triton.language as tl
 
 from .plan import Plan, ceil_div
 from .problem import Problem, Results
-from .score import NEVER, ordered, unordered
-
-
-@triton.jit
-def cut(key, top_k):
-    """Which of the ordered scores ``key`` [ROWS, C] (NEVER where there is none) are the top_k best.
-
-    Columns are keys in ascending order. Returns (taken [ROWS, C] bool, position [ROWS, C] of each taken
-    column among the taken, count [ROWS], last [ROWS]: the smallest taken score).
-    """
-    some = key != NEVER
-    present = tl.sum(some.to(tl.int32), axis=1)
-    # Invariant: reach >= top_k columns have a score of low or more (rows with more than top_k columns).
-    reach = present
-    low = tl.min(tl.where(some, key, 2**31 - 1), axis=1)
-    high = tl.max(key, axis=1)
-    low = tl.where(present > top_k, low, NEVER)
-    while tl.max(((low < high) & (reach > top_k)).to(tl.int32)) > 0:
-        middle = low + ((high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), axis=1)
-        searching = (low < high) & (reach > top_k)
-        up = searching & (count >= top_k)
-        high = tl.where(searching & (count < top_k), middle - 1, high)
-        low = tl.where(up, middle, low)
-        reach = tl.where(up, count, reach)
-    above = key > low[:, None]
-    equal = (key == low[:, None]) & some
-    room = top_k - tl.sum(above.to(tl.int32), axis=1)
-    # One cumulative sum for both: columns above in the low half of the word, equal ones in the high.
-    ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=1)
-    ranks_equal = ranks >> 16
-    taken = above | (equal & (ranks_equal <= room[:, None]))
-    position = (ranks & 0xFFFF) + tl.minimum(ranks_equal, room[:, None]) - 1
-    last = tl.min(tl.where(taken, key, 2**31 - 1), axis=1)
-    return taken, position, tl.minimum(present, top_k), last
+from .rank import best, load_ordered, ranks
+from .score import unordered
 
 
 @triton.jit(do_not_specialize=["row0", "R", "capacity", "top_k"])
@@ -73,7 +40,6 @@ def _select_kernel(
     top_k,
     WITH_SCORES: tl.constexpr,
     TABLE: tl.constexpr,
-    C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,40 +54,51 @@ def _select_kernel(
     rows = (row0 + o_r).to(tl.int64)
     lo = tl.load(lo_ptr + rows)
     hi = tl.load(hi_ptr + rows)
-    o_c = tl.arange(0, C)
-    offsets = o_r.to(tl.int64)[:, None] * capacity + o_c[None, :]
+    p_row = key_ptr + o_r.to(tl.int64)[:, None] * capacity
     if TABLE:
-        mask = live[:, None] & (o_c[None, :] >= lo[:, None]) & (o_c[None, :] < hi[:, None])
-        key = tl.where(mask, ordered(tl.load(key_ptr + offsets, mask=mask, other=0.0)), NEVER)
-        index = tl.broadcast_to(o_c[None, :], (ROWS, C))
-        taken, position, count, _ = cut(key, top_k)
-        pending = tl.zeros((ROWS,), tl.int1)
-        tl.store(filled_ptr + o_r, hi - lo, mask=live)
+        filled = hi - lo
+        tl.store(filled_ptr + o_r, filled, mask=live)
+        whole = filled >= 0
+        first = lo
+        last = hi
     else:
         filled = tl.load(filled_ptr + o_r)
         whole = filled <= capacity
-        mask = (whole & live)[:, None] & (o_c[None, :] < filled[:, None])
-        key = tl.load(key_ptr + offsets, mask=mask, other=NEVER)
-        index = tl.load(candidate_ptr + offsets, mask=mask, other=0)
-        taken, position, count, _ = cut(key, top_k)
+        first = tl.zeros((ROWS,), tl.int32)
+        last = tl.where(whole, filled, 0)
+    present, bar, room = best(p_row, first, last, top_k, TABLE, ROWS, BLOCK)
+    count = tl.minimum(present, top_k)
+    pending = ~whole
+    if not TABLE:
         # With a threshold of -inf every key of the window is a candidate: few of them is no miss.
         complete = tl.load(threshold_ptr + o_r) == float("-inf")
-        pending = (~whole) | ((count < tl.minimum(hi - lo, top_k)) & ~complete)
-    nans = tl.sum((mask & (key == NEVER)).to(tl.int32), axis=1)
-    taken = taken & ~pending[:, None]
-    count = tl.where(pending, 0, count)
+        pending = pending | ((count < tl.minimum(hi - lo, top_k)) & ~complete)
+        count = tl.where(pending, 0, count)
     p_index = index_ptr + rows[:, None] * top_k
-    tl.store(p_index + position, index, mask=taken)
-    if WITH_SCORES:
-        tl.store(score_ptr + rows[:, None] * top_k + position, unordered(key), mask=taken)
-    for i in range(0, top_k, BLOCK):
-        o_k = i + tl.arange(0, BLOCK)
-        tail = live[:, None] & (o_k[None, :] >= count[:, None]) & (o_k < top_k)[None, :]
-        tl.store(p_index + o_k[None, :], -1, mask=tail)
+    p_score = score_ptr + rows[:, None] * top_k
+    above = tl.zeros((ROWS,), tl.int32)
+    equal = tl.zeros((ROWS,), tl.int32)
+    for i in range(tl.min(first), tl.max(last), BLOCK):
+        o_c = (i + tl.arange(0, BLOCK))[None, :]
+        mask = (o_c >= first[:, None]) & (o_c < last[:, None])
+        key = load_ordered(p_row, o_c, mask, TABLE)
+        taken, position, above, equal = ranks(key, bar, room, above, equal)
+        taken = taken & (live & ~pending)[:, None]
+        if TABLE:
+            index = tl.broadcast_to(o_c, (ROWS, BLOCK))
+        else:
+            index = tl.load(candidate_ptr + o_r.to(tl.int64)[:, None] * capacity + o_c, mask=taken, other=0)
+        tl.store(p_index + position, index, mask=taken)
         if WITH_SCORES:
-            tl.store(score_ptr + rows[:, None] * top_k + o_k[None, :], float("-inf"), mask=tail)
+            tl.store(p_score + position, unordered(key), mask=taken)
+    for i in range(tl.min(count), top_k, BLOCK):
+        o_k = (i + tl.arange(0, BLOCK))[None, :]
+        tail = live[:, None] & (o_k >= count[:, None]) & (o_k < top_k)
+        tl.store(p_index + o_k, -1, mask=tail)
+        if WITH_SCORES:
+            tl.store(p_score + o_k, float("-inf"), mask=tail)
     tl.store(count_ptr + rows, count, mask=live)
-    tl.store(nan_ptr + rows, nans, mask=live)
+    tl.store(nan_ptr + rows, last - first - present, mask=live)
     tl.store(pending_ptr + rows, pending.to(tl.int32), mask=live)
 
 
@@ -182,8 +159,7 @@ def _launch(
         top_k,
         WITH_SCORES=results.scores is not None,
         TABLE=table,
-        C=plan.capacity,
         ROWS=plan.row_group,
-        BLOCK=max(256 // plan.row_group, 16),
-        num_warps=min(16, max(4, plan.capacity // 1024)),
+        BLOCK=plan.columns(),
+        num_warps=4,
     )

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .plan import Plan, ceil_div
 from .problem import Problem
+from .rank import nth_best, survey
 from .score import NEVER, key_scale, load_keys_transposed, ordered, tile_scores, unordered
 
 # Standard deviations between the expected number of samples among the K best and the chosen rank.
@@ -116,42 +117,23 @@ def _threshold_kernel(
     threshold = tl.zeros((ROWS,), tl.float32) + float("-inf")
     plateau = tl.zeros((ROWS,), tl.int32) + NEVER
     if tl.max(guess.to(tl.int32)) > 0:
-        p_s = sample_ptr + o_r.to(tl.int64)[:, None] * samples
-        seen = tl.zeros((ROWS,), tl.int32)
-        low = tl.zeros((ROWS,), tl.int32) + (2**31 - 1)
-        high = tl.zeros((ROWS,), tl.int32) + NEVER
-        for i in range(0, samples, BLOCK):
-            o_i = i + tl.arange(0, BLOCK)
-            key = tl.load(p_s + o_i[None, :], mask=guess[:, None] & (o_i < samples)[None, :], other=NEVER)
-            seen += tl.sum((key != NEVER).to(tl.int32), axis=1)
-            low = tl.minimum(low, tl.min(tl.where(key == NEVER, 2**31 - 1, key), axis=1))
-            high = tl.maximum(high, tl.max(key, axis=1))
+        p_row = sample_ptr + o_r.to(tl.int64)[:, None] * samples
+        first = tl.zeros((ROWS,), tl.int32)
+        last = tl.where(guess, samples, 0)
+        seen, low, high = survey(p_row, first, last, False, ROWS, BLOCK)
+        guess = guess & (seen > 0)
         expected = top_k.to(tl.float32) * seen.to(tl.float32) / tl.maximum(length, 1).to(tl.float32)
         rank = (expected + CAUTION * tl.sqrt(expected) + CAUTION * CAUTION / 3.0).to(tl.int32) + 1
-        rank = tl.minimum(rank, seen)
-        guess = guess & (seen > 0)
-        # Invariant: at least rank samples reach low. A rank a little too generous is as good.
-        reach = seen
-        low = tl.where(guess, low, 0)
-        high = tl.where(guess, high, 0)
-        enough = rank + rank // 16
-        while tl.max((guess & (low < high) & (reach > enough)).to(tl.int32)) > 0:
-            middle = low + ((high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
-            count = tl.zeros((ROWS,), tl.int32)
-            for i in range(0, samples, BLOCK):
-                o_i = i + tl.arange(0, BLOCK)
-                key = tl.load(p_s + o_i[None, :], mask=guess[:, None] & (o_i < samples)[None, :], other=NEVER)
-                count += tl.sum((key >= middle[:, None]).to(tl.int32), axis=1)
-            searching = (low < high) & (reach > enough)
-            up = searching & (count >= rank)
-            high = tl.where(searching & (count < rank), middle - 1, high)
-            low = tl.where(up, middle, low)
-            reach = tl.where(up, count, reach)
+        # A rank a little too generous is as good. Too few samples for any rank keep every key.
+        bar, reach = nth_best(p_row, first, last, seen, low, high, rank, rank // 16, False, ROWS, BLOCK)
+        guess = guess & (bar != NEVER)
         # More candidates expected than fit: only equal scores can have held the search up.
         share = reach.to(tl.float32) / tl.maximum(seen, 1).to(tl.float32)
-        flood = guess & (low == high) & (share * length.to(tl.float32) > capacity.to(tl.float32))
-        plateau = tl.where(flood, low, plateau)
-        threshold = tl.where(guess, unordered(tl.where(flood, low + 1, low)), threshold)
+        flood = (
+            guess & (reach > rank + rank // 16) & (share * length.to(tl.float32) > capacity.to(tl.float32))
+        )
+        plateau = tl.where(flood, bar, plateau)
+        threshold = tl.where(guess, unordered(tl.where(flood, bar + 1, bar)), threshold)
     # Nothing lies above a plateau of +inf: such a row has nothing to scan for and is repaired whole.
     peak = threshold != threshold
     tl.store(threshold_ptr + o_r, tl.where(peak, float("inf"), threshold), mask=live)
@@ -205,7 +187,7 @@ def launch_threshold(
         plan.capacity,
         top_k,
         ROWS=plan.row_group,
-        BLOCK=2048 // plan.row_group,
+        BLOCK=plan.columns(),
         num_warps=4,
     )
     return scan_hi, threshold, plateau
