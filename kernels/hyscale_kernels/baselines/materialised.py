@@ -1,7 +1,8 @@
 """Materialised scores and torch.topk: what training frameworks do, chunked so that it runs at all.
 
-Its ties at the K-th score are torch.topk's, which are arbitrary and differ between devices and releases: the
-selection is that of HyTopK only where the K-th and the next score differ.
+Its ties at the K-th score are torch.topk's, which are arbitrary: they differ between devices and releases,
+and even with the number of columns, so with the chunk size. The selection is that of HyTopK only where the
+K-th and the next score differ.
 """
 
 import torch
