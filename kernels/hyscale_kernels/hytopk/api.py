@@ -232,8 +232,11 @@ def _tensor(name: str, value: object, axes: str, dtypes: tuple[torch.dtype, ...]
     return value
 
 
-def _check(q: object, k: object, w: object, start: object, end: object, k_scale: object) -> None:
-    """Raise TypeError or ValueError unless the arguments meet the contract (values are not looked at)."""
+def check_inputs(q: object, k: object, w: object, k_scale: object) -> dict[str, torch.Tensor]:
+    """The tensors of a scoring call by name; TypeError or ValueError unless they meet the contract.
+
+    Values are not looked at.
+    """
     q = _tensor("q", q, "T, H, D", (*LOW_PRECISION, torch.float32))
     k = _tensor("k", k, "S, D", (*LOW_PRECISION, torch.float32))
     w = _tensor("w", w, "T, H", (torch.float32,))
@@ -264,7 +267,24 @@ def _check(q: object, k: object, w: object, start: object, end: object, k_scale:
         raise ValueError(f"w has shape {list(w.shape)}; with q {list(q.shape)} it must be [{T}, {H}]")
     if S >= 2**31:
         raise ValueError(f"k has {S} keys; at most {2**31 - 1} are allowed")
-    given: dict[str, torch.Tensor] = {"k": k, "w": w}
+    given: dict[str, torch.Tensor] = {"q": q, "k": k, "w": w}
+    if q.dtype == torch.float8_e4m3fn:
+        if k_scale is None:
+            raise ValueError("k_scale is missing; float8 keys need their scales, float32 [S]")
+        scale = given["k_scale"] = _tensor("k_scale", k_scale, "S", (torch.float32,))
+        if scale.shape[0] != S:
+            raise ValueError(f"k_scale has shape {list(scale.shape)}; with {S} keys it must be [{S}]")
+    elif k_scale is not None:
+        raise ValueError(f"k_scale is for float8 keys only; q and k are {q.dtype}")
+    _check_device(given, q.device)
+    return given
+
+
+def _check(q: object, k: object, w: object, start: object, end: object, k_scale: object) -> None:
+    """Raise TypeError or ValueError unless the arguments meet the contract (values are not looked at)."""
+    inputs = check_inputs(q, k, w, k_scale)
+    T, S = inputs["q"].shape[0], inputs["k"].shape[0]
+    given: dict[str, torch.Tensor] = {}
     for name, value in (("start", start), ("end", end)):
         if value is not None:
             bound = given[name] = _tensor(name, value, "T", (torch.int32,))
@@ -277,16 +297,10 @@ def _check(q: object, k: object, w: object, start: object, end: object, k_scale:
             "start and end are missing; the causal default needs as many queries as keys, "
             f"got T = {T}, S = {S}"
         )
-    if q.dtype == torch.float8_e4m3fn:
-        if k_scale is None:
-            raise ValueError("k_scale is missing; float8 keys need their scales, float32 [S]")
-        scale = given["k_scale"] = _tensor("k_scale", k_scale, "S", (torch.float32,))
-        if scale.shape[0] != S:
-            raise ValueError(f"k_scale has shape {list(scale.shape)}; with {S} keys it must be [{S}]")
-    elif k_scale is not None:
-        raise ValueError(f"k_scale is for float8 keys only; q and k are {q.dtype}")
+    _check_device(given, inputs["q"].device)
+
+
+def _check_device(given: dict[str, torch.Tensor], device: torch.device) -> None:
     for name, value in given.items():
-        if value.device != q.device:
-            raise ValueError(
-                f"{name} is on {value.device} and q is on {q.device}; they must be on one device"
-            )
+        if value.device != device:
+            raise ValueError(f"{name} is on {value.device} and q is on {device}; they must be on one device")
