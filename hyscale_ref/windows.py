@@ -9,13 +9,12 @@ Shape letters: T queries, S keys. All arrays are int32 [T]. :mod:`hyscale_kernel
 torch.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hyscale_ref.arrays import INT32_MAX, Int32, as_count, as_int32
+from hyscale_ref.arrays import INT32_MAX, Bool, Int32, as_count, as_int32
 
 
 class Windows(NamedTuple):
@@ -123,16 +122,14 @@ def zigzag_rows(num_positions: int, num_ranks: int, rank: int) -> Int32:
     Under a causal window each rank then has the same number of visible keys, if 2n divides S.
     """
     S, num_ranks, rank = _check_rank(num_positions, num_ranks, rank)
-    shares: Sequence[Int32] = (
-        _share(S, 2 * num_ranks, rank),
-        _share(S, 2 * num_ranks, 2 * num_ranks - 1 - rank),
-    )
-    return np.concatenate(shares)
+    first = _share(S, 2 * num_ranks, rank)
+    last = _share(S, 2 * num_ranks, 2 * num_ranks - 1 - rank)
+    return np.concatenate([first, last])
 
 
 def resolve(
     start: ArrayLike | None, end: ArrayLike | None, num_queries: int, num_keys: int
-) -> tuple[Windows, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
+) -> tuple[Windows, Bool]:
     """Windows given by a caller, completed and checked: (windows, bad rows bool [T]).
 
     With neither given the windows are causal, which needs T == S; a single missing one is 0 or S. A row is
