@@ -7,6 +7,7 @@ import torch
 
 from .compact import launch_compact
 from .plan import MAX_TOP_K, Plan, ceil_div, workspace_bound
+from .plateau import launch_plateau
 from .prepare import launch_prepare
 from .problem import Problem, Results
 from .repair import launch_repair
@@ -162,7 +163,8 @@ def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: i
         launch_select_table(problem, scores, filled, results, row0, top_k, plan)
         return
     scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan)
-    candidates = torch.empty((R, plan.capacity), dtype=torch.int32, device=problem.device)
+    buffers = plan.buffers(R)
+    candidates = torch.empty((buffers, plan.capacity), dtype=torch.int32, device=problem.device)
     bitmap = torch.empty((R, ceil_div(min(plan.key_chunk, S), 32)), dtype=torch.int32, device=problem.device)
     for key0 in range(0, S, plan.key_chunk):
         key1 = min(key0 + plan.key_chunk, S)
@@ -171,7 +173,8 @@ def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: i
     del bitmap
     keys = launch_rescore(problem, candidates, filled, row0, plan)
     launch_select(problem, candidates, keys, filled, threshold, results, row0, top_k, plan)
-    launch_repair(problem, candidates, keys, filled, plateau, results, row0, top_k, plan)
+    launch_plateau(problem, candidates, keys, filled, plateau, results, row0, top_k, plan)
+    launch_repair(problem, candidates, keys, results, row0, R, top_k, plan)
 
 
 @_hytopk.register_fake

@@ -20,8 +20,10 @@ MOST_CHUNK_KEYS = 2**24
 # Rows of one pass: few enough that their queries (32 heads of 128 bytes each) stay in the L2 cache.
 MOST_CHUNK_ROWS = 4096
 
-# Small per-row arrays: lo, hi of the call; scan_hi, threshold, plateau of the chunk.
-ROW_BYTES = 20
+# Small per-row arrays: lo, hi of the call; scan_hi, threshold, plateau, and repair's list, counts and NaNs
+# of the chunk.
+CALL_ROW_BYTES = 8
+CHUNK_ROW_BYTES = 24
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -50,6 +52,8 @@ class Plan:
     row_group              rows one program of the row-wise stages takes; a power of two
     row_chunk, key_chunk   rows and keys one pass takes; multiples of tile_rows and tile_keys
     stages, warps          software pipelining depth and warps of the scan
+    registers              most registers a thread of the scan takes; 0 leaves it to the compiler
+    repair_splits          most programs that share the keys of one row in repair; a power of two
     """
 
     tile_rows: int
@@ -63,9 +67,11 @@ class Plan:
     key_chunk: int
     stages: int
     warps: int
+    registers: int
+    repair_splits: int
 
     def __post_init__(self) -> None:
-        for name in ("tile_rows", "tile_keys", "capacity", "gather", "row_group"):
+        for name in ("tile_rows", "tile_keys", "capacity", "gather", "row_group", "repair_splits"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"plan.{name} is {value}; it must be a power of two")
@@ -83,9 +89,9 @@ class Plan:
             raise ValueError(
                 f"plan.segment is {self.segment}; it must be a multiple of {self.tile_keys}, or 0"
             )
-        for name in ("stages", "warps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"plan.{name} is {getattr(self, name)}; it must be at least 1")
+        for name, least in (("stages", 1), ("warps", 1), ("registers", 0), ("repair_splits", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"plan.{name} is {getattr(self, name)}; it must be at least {least}")
 
     @classmethod
     def default(
@@ -93,29 +99,33 @@ class Plan:
     ) -> "Plan":
         """The plan of a call: tiles for the device, chunks that keep the promised workspace."""
         if torch.device(device).type == "cuda":
-            tile_rows, tile_keys, gather, row_group, stages, warps = 64, 128, 128, 1, 3, 4
-            # Two operand tiles a stage must fit shared memory; wide heads leave room for fewer stages.
-            if padded(D, dtype) * dtype.itemsize > 256:
-                stages = 2
-            fewest_candidates, samples = 1024, _samples(S, top_k)
+            tile_rows, tile_keys, gather, row_group, segment, warps = 64, 128, 128, 1, 0, 4
+            fewest_candidates, samples, repair_splits = 1024, _samples(S, top_k), 64
+            # Three programs on a multiprocessor hide one another's waits; that takes 168 registers at
+            # most, and shared memory for two stages of bf16 rows or three of fp8 rows.
+            row_bytes = padded(D, dtype) * dtype.itemsize
+            stages, registers = 3 if row_bytes <= 128 else 2, 168 if row_bytes <= 256 else 0
         else:
-            tile_rows, tile_keys, gather, row_group, stages, warps = 16, 64, 64, 16, 1, 1
-            fewest_candidates, samples = 128, 64
+            tile_rows, tile_keys, gather, row_group, segment, warps = 16, 64, 64, 16, 4096, 1
+            fewest_candidates, samples, repair_splits = 128, 64, 4
+            stages, registers = 1, 0
         capacity = max(next_power_of_2((4 if top_k <= 4096 else 2) * top_k), fewest_candidates)
         capacity = max(capacity, next_power_of_2(top_k + gather))
         row_chunk, key_chunk = _chunks(T, S, top_k, capacity, samples, tile_rows, tile_keys)
         return cls(
-            tile_rows,
-            tile_keys,
-            0 if stages > 1 else 4096,
-            samples,
-            capacity,
-            gather,
-            row_group,
-            row_chunk,
-            key_chunk,
-            stages,
-            warps,
+            tile_rows=tile_rows,
+            tile_keys=tile_keys,
+            segment=segment,
+            samples=samples,
+            capacity=capacity,
+            gather=gather,
+            row_group=row_group,
+            row_chunk=row_chunk,
+            key_chunk=key_chunk,
+            stages=stages,
+            warps=warps,
+            registers=registers,
+            repair_splits=repair_splits,
         )
 
     def check(self, top_k: int) -> None:
@@ -139,9 +149,21 @@ class Plan:
         """Peak bytes allocated beside the outputs for T rows over S keys."""
         rows = min(self.row_chunk, T)
         words = ceil_div(min(self.key_chunk, S), 32)
+        small = T * CALL_ROW_BYTES + self.buffers(rows) * CHUNK_ROW_BYTES
+        if self.capacity >= S:
+            return small + rows * S * 4
         sampling = rows * self.samples * 4
-        scanning = rows * (self.capacity * 8 + words * 4)
-        return rows * ROW_BYTES + max(sampling, scanning)
+        scanning = self.buffers(rows) * self.capacity * 4 + rows * words * 4
+        selecting = self.buffers(rows) * self.capacity * 8
+        return small + max(sampling, scanning, selecting)
+
+    def buffers(self, rows: int) -> int:
+        """Candidate buffers of a pass over ``rows`` rows: repair splits one row over several."""
+        return max(rows, self.repair_splits)
+
+    def scan_options(self) -> dict[str, int | None]:
+        """Compiler options of the scoring kernels."""
+        return {"num_warps": self.warps, "maxnreg": self.registers or None}
 
     def columns(self) -> int:
         """Columns of a row's buffer that one step of the row-wise stages takes."""
@@ -168,16 +190,15 @@ def _chunks(
     T: int, S: int, top_k: int, capacity: int, samples: int, tile_rows: int, tile_keys: int
 ) -> tuple[int, int]:
     """Fewest even row chunks, then key chunks, whose buffers stay within the promised workspace."""
-    budget = WORKSPACE_PER_INDEX * T * top_k + WORKSPACE_FIXED
-    fixed = ROW_BYTES + capacity * 8
-    least_bitmap = min(S, 2**18) // 8 + tile_keys
-    per_row = max(fixed + least_bitmap, ROW_BYTES + samples * 4)
+    budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T
+    bitmap = min(S, 2**18) // 8 + tile_keys
+    per_row = CHUNK_ROW_BYTES + max(capacity * 8, capacity * 4 + bitmap, samples * 4)
     most_rows = max(1, min(budget // per_row, MOST_CHUNK_ROWS) // tile_rows) * tile_rows
     chunks = ceil_div(max(T, 1), most_rows)
     row_chunk = ceil_div(ceil_div(max(T, 1), chunks), tile_rows) * tile_rows
-    rows = min(row_chunk, max(T, 1))
-    bitmap_bytes = budget // rows - fixed
-    most_keys = max(1, min(bitmap_bytes * 8, MOST_CHUNK_KEYS) // tile_keys) * tile_keys
+    # One row still gets tile_rows buffers, so that repair can split it.
+    bitmap = budget // row_chunk - CHUNK_ROW_BYTES - capacity * 4
+    most_keys = max(1, min(bitmap * 8, MOST_CHUNK_KEYS) // tile_keys) * tile_keys
     chunks = ceil_div(max(S, 1), most_keys)
     key_chunk = ceil_div(ceil_div(max(S, 1), chunks), tile_keys) * tile_keys
     return row_chunk, key_chunk

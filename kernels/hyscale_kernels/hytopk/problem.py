@@ -53,7 +53,8 @@ class Problem:
 class Results:
     """Outputs of all rows of the call: indices, scores [T, K] (scores None unless wanted); the rest [T].
 
-    pending marks rows that selection left to repair; filled counts the candidates of each row.
+    pending is 1 for rows that selection left to repair (2 once a plateau has filled them); filled
+    counts the candidates of each row.
     """
 
     indices: torch.Tensor

@@ -1,4 +1,4 @@
-"""Finding the n-th best of a row of ordered scores that lies in memory, by bisection over its values.
+"""Finding the n-th best of a row of ordered scores that lies in memory, by halving its range of values.
 
 Rows are read again for every step: they are short (a few thousand words), so they come from the L1 cache,
 and a program that keeps nothing in registers leaves room for many others beside it.
@@ -9,7 +9,7 @@ Shape letters: ROWS rows of one program, BLOCK columns a step.
 import triton
 import triton.language as tl
 
-from .score import NEVER, ordered
+from .score import NEVER, ordered, unordered
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def load_ordered(p_row, columns, mask, TABLE: tl.constexpr):
 
 @triton.jit
 def survey(p_row, first, last, TABLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(present, low, high) [ROWS]: count and range of the scores of columns [first, last) other than NEVER."""
+    """(present, low, high) [ROWS]: number and range of the scores in columns [first, last), NEVER aside."""
     present = tl.zeros((ROWS, BLOCK), tl.int32)
     low = tl.zeros((ROWS, BLOCK), tl.int32) + (2**31 - 1)
     high = tl.zeros((ROWS, BLOCK), tl.int32) + NEVER
@@ -65,18 +65,37 @@ def nth_best(
 
     ``present``, ``low``, ``high`` come from ``survey``. When no value qualifies (equal scores at the cut),
     bar is the rank-th best score itself. Rows with no more than ``rank`` scores get NEVER.
+
+    Each step counts against three values and keeps a quarter of the range: reading is what costs.
     """
     reach = present
     low = tl.where(present > rank, low, NEVER)
     high = tl.where(present > rank, high, NEVER)
     while tl.max(((low < high) & (reach > rank + slack)).to(tl.int32)) > 0:
-        middle = low + ((high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
-        count = reaching(p_row, first, last, middle, TABLE, ROWS, BLOCK)
+        span = high.to(tl.int64) - low.to(tl.int64)
+        bar1 = low + ((span + 3) // 4).to(tl.int32)
+        bar2 = low + ((span + 1) // 2).to(tl.int32)
+        bar3 = low + ((3 * span + 3) // 4).to(tl.int32)
+        count1 = tl.zeros((ROWS, BLOCK), tl.int32)
+        count2 = tl.zeros((ROWS, BLOCK), tl.int32)
+        count3 = tl.zeros((ROWS, BLOCK), tl.int32)
+        for i in range(tl.min(first), tl.max(last), BLOCK):
+            o_c = (i + tl.arange(0, BLOCK))[None, :]
+            key = load_ordered(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]), TABLE)
+            count1 += (key >= bar1[:, None]).to(tl.int32)
+            count2 += (key >= bar2[:, None]).to(tl.int32)
+            count3 += (key >= bar3[:, None]).to(tl.int32)
+        reach1 = tl.sum(count1, axis=1)
+        reach2 = tl.sum(count2, axis=1)
+        reach3 = tl.sum(count3, axis=1)
         searching = (low < high) & (reach > rank + slack)
-        up = searching & (count >= rank)
-        high = tl.where(searching & (count < rank), middle - 1, high)
-        low = tl.where(up, middle, low)
-        reach = tl.where(up, count, reach)
+        ceiling = tl.where(reach2 >= rank, bar3 - 1, tl.where(reach1 >= rank, bar2 - 1, bar1 - 1))
+        high = tl.where(searching & (reach3 < rank), ceiling, high)
+        floor = tl.where(reach3 >= rank, bar3, tl.where(reach2 >= rank, bar2, bar1))
+        up = searching & (reach1 >= rank)
+        low = tl.where(up, floor, low)
+        reached = tl.where(reach3 >= rank, reach3, tl.where(reach2 >= rank, reach2, reach1))
+        reach = tl.where(up, reached, reach)
     return low, reach
 
 
@@ -107,3 +126,39 @@ def ranks(key, bar, room, above, equal):
     taken = (over != 0) | ((same != 0) & (seen_equal <= room[:, None]))
     position = seen_above + tl.minimum(seen_equal, room[:, None]) - 1
     return taken, position, above + tl.sum(over, axis=1), equal + tl.sum(same, axis=1)
+
+
+@triton.jit
+def place(
+    p_row,
+    p_index,
+    first,
+    last,
+    bar,
+    room,
+    wanted,
+    p_out,
+    p_score,
+    TABLE: tl.constexpr,
+    WITH_SCORES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the keys of columns [first, last) that bar and room take to p_out, those of ``wanted`` rows.
+
+    p_index holds the key of each column (TABLE: the column is the key); all pointers are [ROWS, 1].
+    """
+    above = tl.zeros((ROWS,), tl.int32)
+    equal = tl.zeros((ROWS,), tl.int32)
+    for i in range(tl.min(first), tl.max(last), BLOCK):
+        o_c = (i + tl.arange(0, BLOCK))[None, :]
+        key = load_ordered(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]), TABLE)
+        taken, position, above, equal = ranks(key, bar, room, above, equal)
+        taken = taken & wanted[:, None]
+        if TABLE:
+            index = tl.broadcast_to(o_c, (ROWS, BLOCK))
+        else:
+            index = tl.load(p_index + o_c, mask=taken, other=0)
+        tl.store(p_out + position, index, mask=taken)
+        if WITH_SCORES:
+            tl.store(p_score + position, unordered(key), mask=taken)

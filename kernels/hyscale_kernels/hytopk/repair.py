@@ -1,17 +1,15 @@
-"""Stage 6, repair: rows whose threshold missed are selected without one, exactly, on the device.
+"""Stage 7, repair: rows whose threshold missed are selected without one, exactly, on the device.
 
-Two ways, one program a pending row:
+All keys of a pending row stream by in ascending order and a running top K is kept: keys that beat the K-th
+best so far are appended to a buffer, and a full buffer is cut back to its K best. A later key that only
+equals the K-th best loses by the tie rule. No input can overflow this; it is the reason that overflow
+elsewhere never truncates.
 
-* A row that stopped short of a plateau holds every key above the plateau and lacks some on it. Keys are
-  scored again from the left until enough equal ones are found, and the held keys further right follow.
-  On the wide plateaus that cause this, a short walk is enough.
-* Otherwise all keys stream by in ascending order and a running top K is kept: keys that beat the K-th
-  best so far are appended to the row's buffer, and a full buffer is cut back to its K best. A later key
-  that only equals the K-th best loses by the tie rule. No input can overflow this; it is the reason
-  that overflow elsewhere never truncates.
+When few rows are pending, several programs share the keys of one row, each in a buffer of its own; the
+candidate buffers of all rows are free by now. A last kernel merges the parts: they are adjacent in memory
+and in key order, so the K best of their concatenation are the row's.
 
-The buffer is the row's candidate buffer. It is written and read by the same program, so every change
-of role is fenced by a barrier.
+A buffer is written and read by the same program; every change of role is fenced by a barrier.
 """
 
 import torch
@@ -19,49 +17,33 @@ import triton
 import triton.language as tl
 
 from .plan import Plan
+from .plateau import walk
 from .problem import Problem, Results
-from .rank import best, load_ordered, ranks, reaching
-from .score import NEVER, key_scale, load_keys, load_query, load_weights, ordered, row_scores, unordered
+from .rank import best, load_ordered, place, ranks
+from .score import NEVER, load_query, load_weights
+
+
+@triton.jit(do_not_specialize=["row0", "R"])
+def _list_kernel(pending_ptr, list_ptr, total_ptr, row0, R, BLOCK: tl.constexpr):
+    """The rows of the chunk that are still pending, ascending, and how many they are. One program."""
+    total = 0
+    for i in tl.range(0, R, BLOCK, num_stages=1):
+        o_r = i + tl.arange(0, BLOCK)
+        still = (tl.load(pending_ptr + row0 + o_r, mask=o_r < R, other=0) == 1).to(tl.int32)
+        tl.store(list_ptr + total + tl.cumsum(still, axis=0) - 1, o_r, mask=still != 0)
+        total += tl.sum(still)
+    tl.store(total_ptr, total)
 
 
 @triton.jit
-def _walk(
-    b_q,
-    b_w,
-    k_ptr,
-    k_scale_ptr,
-    s,
-    S,
-    k_stride,
-    HAS_SCALE: tl.constexpr,
-    H: tl.constexpr,
-    H_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Ordered scores [N] of keys s .. s+N-1 (beyond S: of key S-1)."""
-    keys = tl.minimum(s + tl.arange(0, N), S - 1).to(tl.int64)
-    b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
-    score = row_scores(b_q, b_w, b_k, H, H_PAD, N)
-    if HAS_SCALE:
-        score = score * key_scale(k_scale_ptr, keys)
-    return ordered(score)
+def _splits(total, buffers, MOST: tl.constexpr):
+    """Programs that share one of ``total`` pending rows, given ``buffers`` buffers."""
+    return tl.minimum(buffers // tl.maximum(total, 1), MOST)
 
 
 @triton.jit
-def _keep_best(
-    p_key,
-    p_index,
-    used,
-    top_k,
-    p_out,
-    p_score,
-    FINAL: tl.constexpr,
-    WITH_SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Move the top_k best of the first ``used`` buffered keys to the front, or (FINAL) to the outputs.
+def _keep_best(p_key, p_index, used, top_k, BLOCK: tl.constexpr):
+    """Move the top_k best of the first ``used`` buffered keys to the front.
 
     Returns (how many there are, a value that all of them reach).
     """
@@ -75,38 +57,30 @@ def _keep_best(
         key = load_ordered(p_row, o_c, o_c < used, False)
         index = tl.load(p_index + o_c, mask=o_c < used, other=0)
         taken, position, above, equal = ranks(key, bar, room, above, equal)
-        if FINAL:
-            tl.store(p_out + position, index, mask=taken)
-            if WITH_SCORES:
-                tl.store(p_score + position, unordered(key), mask=taken)
-        else:
-            # Columns move left only, so a block overwrites nothing that a later block reads.
-            tl.debug_barrier()
-            tl.store(p_key + position, key, mask=taken)
-            tl.store(p_index + position, index, mask=taken)
-            tl.debug_barrier()
+        # Columns move left only, so a block overwrites nothing that a later block reads.
+        tl.debug_barrier()
+        tl.store(p_key + position, key, mask=taken)
+        tl.store(p_index + position, index, mask=taken)
+        tl.debug_barrier()
     return tl.min(tl.minimum(present, top_k)), tl.max(bar)
 
 
-@triton.jit(do_not_specialize=["row0", "S", "capacity", "top_k"])
-def _repair_kernel(
+@triton.jit(do_not_specialize=["row0", "S", "buffers", "capacity", "top_k"])
+def _stream_kernel(
     q_ptr,
     k_ptr,
     w_ptr,
     k_scale_ptr,
     lo_ptr,
     hi_ptr,
+    list_ptr,
+    total_ptr,
     buffer_index_ptr,
     buffer_key_ptr,
-    filled_ptr,
-    plateau_ptr,
-    index_ptr,
-    count_ptr,
-    score_ptr,
-    nan_ptr,
-    pending_ptr,
+    part_nan_ptr,
     row0,
     S,
+    buffers,
     capacity,
     top_k,
     q_stride_t,
@@ -114,113 +88,145 @@ def _repair_kernel(
     k_stride,
     w_stride_t,
     HAS_SCALE: tl.constexpr,
-    WITH_SCORES: tl.constexpr,
     H: tl.constexpr,
     H_PAD: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
 ):
-    """Select row program_id(0) of the chunk if it is pending. Selection has left its outputs empty."""
-    r = tl.program_id(0)
-    row = (row0 + r).to(tl.int64)
-    if tl.load(pending_ptr + row) != 0:
+    """The top_k best keys of one part of one pending row, in buffer program_id(0), NEVER behind them."""
+    p = tl.program_id(0)
+    total = tl.load(total_ptr)
+    splits = _splits(total, buffers, MOST)
+    if p < total * splits:
+        row = (row0 + tl.load(list_ptr + p // splits)).to(tl.int64)
         lo = tl.load(lo_ptr + row)
         hi = tl.load(hi_ptr + row)
+        size = ((hi - lo + splits - 1) // splits + N - 1) // N * N
+        first = lo + tl.minimum((p % splits).to(tl.int64) * size, hi - lo).to(tl.int32)
+        last = tl.minimum(first.to(tl.int64) + size, hi).to(tl.int32)
         b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
         b_w = load_weights(w_ptr, w_stride_t, row, H, H_PAD, N)
-        p_index = buffer_index_ptr + r.to(tl.int64) * capacity
-        p_key = buffer_key_ptr + r.to(tl.int64) * capacity
-        p_out = index_ptr + row * top_k
-        p_score = score_ptr + row * top_k
-        filled = tl.load(filled_ptr + r)
-        plateau = tl.load(plateau_ptr + r)
-        missing = top_k
-        if (plateau != NEVER) & (filled <= capacity):
-            none = tl.zeros((1,), tl.int32)
-            p_row = p_key + tl.zeros((1, 1), tl.int32)
-            missing -= tl.sum(reaching(p_row, none, none + filled, none + (NEVER + 1), False, 1, BLOCK))
-            s = lo
-            used = 0
-            while (s < hi) & (missing > 0):
-                key = _walk(b_q, b_w, k_ptr, k_scale_ptr, s, S, k_stride, HAS_SCALE, H, H_PAD, D, D_PAD, N)
-                o_s = s + tl.arange(0, N)
-                equal = ((o_s < hi) & (key == plateau)).to(tl.int32)
-                equal = tl.where(tl.cumsum(equal, axis=0) <= missing, equal, 0)
-                taken = equal | ((o_s < hi) & (key > plateau)).to(tl.int32)
-                position = used + tl.cumsum(taken, axis=0) - 1
-                tl.store(p_out + position, o_s, mask=taken != 0)
-                if WITH_SCORES:
-                    tl.store(p_score + position, unordered(key), mask=taken != 0)
-                used += tl.sum(taken)
-                missing -= tl.sum(equal)
-                s += N
-            for i in tl.range(0, filled, BLOCK, num_stages=1):
-                o_c = i + tl.arange(0, BLOCK)
-                key = tl.load(p_key + o_c, mask=o_c < filled, other=NEVER)
-                index = tl.load(p_index + o_c, mask=o_c < filled, other=0)
-                right = ((key != NEVER) & (index >= s)).to(tl.int32)
-                position = used + tl.cumsum(right, axis=0) - 1
-                tl.store(p_out + position, index, mask=right != 0)
-                if WITH_SCORES:
-                    tl.store(p_score + position, unordered(key), mask=right != 0)
-                used += tl.sum(right)
-            tl.store(count_ptr + row, used)
-        if missing > 0:
-            tl.debug_barrier()
-            used = 0
-            nans = 0
-            bar = NEVER
-            for s in tl.range(lo, hi, N, num_stages=1):
-                if used + N > capacity:
-                    tl.debug_barrier()
-                    used, bar = _keep_best(p_key, p_index, used, top_k, p_out, p_score, False, False, BLOCK)
-                key = _walk(b_q, b_w, k_ptr, k_scale_ptr, s, S, k_stride, HAS_SCALE, H, H_PAD, D, D_PAD, N)
-                o_s = s + tl.arange(0, N)
-                nans += tl.sum(((o_s < hi) & (key == NEVER)).to(tl.int32))
-                better = ((o_s < hi) & (key > bar)).to(tl.int32)
-                position = used + tl.cumsum(better, axis=0) - 1
-                tl.store(p_key + position, key, mask=better != 0)
-                tl.store(p_index + position, o_s, mask=better != 0)
-                used += tl.sum(better)
-            tl.debug_barrier()
-            # Columns beyond the count are -1 (and -inf): selection wrote the whole row so.
-            used, bar = _keep_best(p_key, p_index, used, top_k, p_out, p_score, True, WITH_SCORES, BLOCK)
-            tl.store(count_ptr + row, used)
-            tl.store(nan_ptr + row, nans)
+        p_index = buffer_index_ptr + p.to(tl.int64) * capacity
+        p_key = buffer_key_ptr + p.to(tl.int64) * capacity
+        used = 0
+        nans = 0
+        bar = NEVER
+        for s in tl.range(first, last, N, num_stages=1):
+            if used + N > capacity:
+                tl.debug_barrier()
+                used, bar = _keep_best(p_key, p_index, used, top_k, BLOCK)
+            key = walk(b_q, b_w, k_ptr, k_scale_ptr, s, S, k_stride, HAS_SCALE, H, H_PAD, D, D_PAD, N)
+            o_s = s + tl.arange(0, N)
+            nans += tl.sum(((o_s < last) & (key == NEVER)).to(tl.int32))
+            better = ((o_s < last) & (key > bar)).to(tl.int32)
+            position = used + tl.cumsum(better, axis=0) - 1
+            tl.store(p_key + position, key, mask=better != 0)
+            tl.store(p_index + position, o_s, mask=better != 0)
+            used += tl.sum(better)
+        tl.debug_barrier()
+        used, bar = _keep_best(p_key, p_index, used, top_k, BLOCK)
+        for i in tl.range(used, capacity, BLOCK, num_stages=1):
+            o_c = i + tl.arange(0, BLOCK)
+            tl.store(p_key + o_c, NEVER, mask=o_c < capacity)
+        tl.store(part_nan_ptr + p, nans)
+
+
+@triton.jit(do_not_specialize=["row0", "buffers", "capacity", "top_k"])
+def _merge_kernel(
+    list_ptr,
+    total_ptr,
+    buffer_index_ptr,
+    buffer_key_ptr,
+    part_nan_ptr,
+    index_ptr,
+    count_ptr,
+    score_ptr,
+    nan_ptr,
+    pending_ptr,
+    row0,
+    buffers,
+    capacity,
+    top_k,
+    WITH_SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """The result of the program_id(0)-th pending row, from its parts.
+
+    Columns beyond the count are -1 (and -inf): selection wrote the whole row so.
+    """
+    p = tl.program_id(0)
+    total = tl.load(total_ptr)
+    if p < total:
+        splits = _splits(total, buffers, MOST)
+        row = (row0 + tl.load(list_ptr + p)).to(tl.int64)
+        part = (p * splits).to(tl.int64)
+        none = tl.zeros((1,), tl.int32)
+        last = none + splits * capacity
+        p_row = buffer_key_ptr + part * capacity + tl.zeros((1, 1), tl.int32)
+        p_held = buffer_index_ptr + part * capacity + tl.zeros((1, 1), tl.int32)
+        present, bar, room = best(p_row, none, last, top_k, False, 1, BLOCK)
+        p_out = index_ptr + row * top_k + tl.zeros((1, 1), tl.int32)
+        p_score = score_ptr + row * top_k + tl.zeros((1, 1), tl.int32)
+        place(p_row, p_held, none, last, bar, room, none == 0, p_out, p_score, False, WITH_SCORES, 1, BLOCK)
+        tl.store(count_ptr + row, tl.min(tl.minimum(present, top_k)))
+        o_m = tl.arange(0, MOST)
+        tl.store(nan_ptr + row, tl.sum(tl.load(part_nan_ptr + part + o_m, mask=o_m < splits, other=0)))
 
 
 def launch_repair(
     problem: Problem,
     candidates: torch.Tensor,
     keys: torch.Tensor,
-    filled: torch.Tensor,
-    plateau: torch.Tensor,
     results: Results,
     row0: int,
+    R: int,
     top_k: int,
     plan: Plan,
 ) -> None:
-    """Select the pending rows among row0 .. row0+R-1, in their candidate buffers [R, capacity]."""
-    _repair_kernel[(candidates.shape[0],)](
+    """Select the rows among row0 .. row0+R-1 that are still pending, in the buffers [>= R, capacity]."""
+    buffers = candidates.shape[0]
+    pending, part_nans = (torch.empty(buffers, dtype=torch.int32, device=problem.device) for _ in range(2))
+    total = torch.empty(1, dtype=torch.int32, device=problem.device)
+    _list_kernel[(1,)](results.pending, pending, total, row0, R, BLOCK=1024, num_warps=4)
+    _stream_kernel[(buffers,)](
         *problem.pointers(),
         problem.lo,
         problem.hi,
+        pending,
+        total,
         candidates,
         keys,
-        filled,
-        plateau,
-        *results.pointers(),
+        part_nans,
         row0,
         problem.num_keys,
+        buffers,
         plan.capacity,
         top_k,
         *problem.strides(),
         **problem.constants(),
-        WITH_SCORES=results.scores is not None,
         H_PAD=problem.padded_heads(),
         N=plan.gather,
         BLOCK=plan.columns(),
+        MOST=plan.repair_splits,
+        num_warps=4,
+    )
+    _merge_kernel[(R,)](
+        pending,
+        total,
+        candidates,
+        keys,
+        part_nans,
+        *results.pointers(),
+        row0,
+        buffers,
+        plan.capacity,
+        top_k,
+        WITH_SCORES=results.scores is not None,
+        BLOCK=plan.columns(),
+        MOST=plan.repair_splits,
         num_warps=4,
     )

@@ -72,7 +72,7 @@ def launch_rescore(
         **problem.constants(),
         H_PAD=problem.padded_heads(),
         N=plan.gather,
-        STAGES=2,
+        STAGES=3,
         num_warps=4,
     )
     return keys

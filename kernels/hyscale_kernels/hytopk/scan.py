@@ -122,5 +122,5 @@ def launch_scan(
         BT=plan.tile_rows,
         BS=plan.tile_keys,
         STAGES=plan.stages,
-        num_warps=plan.warps,
+        **plan.scan_options(),
     )

@@ -272,6 +272,6 @@ def launch_dense(problem: Problem, row0: int, R: int, plan: Plan) -> torch.Tenso
         BT=plan.tile_rows,
         BS=plan.tile_keys,
         STAGES=plan.stages,
-        num_warps=plan.warps,
+        **plan.scan_options(),
     )
     return out

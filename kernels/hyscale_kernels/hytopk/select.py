@@ -17,8 +17,7 @@ import triton.language as tl
 
 from .plan import Plan, ceil_div
 from .problem import Problem, Results
-from .rank import best, load_ordered, ranks
-from .score import unordered
+from .rank import best, place
 
 
 @triton.jit(do_not_specialize=["row0", "R", "capacity", "top_k"])
@@ -76,21 +75,9 @@ def _select_kernel(
         count = tl.where(pending, 0, count)
     p_index = index_ptr + rows[:, None] * top_k
     p_score = score_ptr + rows[:, None] * top_k
-    above = tl.zeros((ROWS,), tl.int32)
-    equal = tl.zeros((ROWS,), tl.int32)
-    for i in range(tl.min(first), tl.max(last), BLOCK):
-        o_c = (i + tl.arange(0, BLOCK))[None, :]
-        mask = (o_c >= first[:, None]) & (o_c < last[:, None])
-        key = load_ordered(p_row, o_c, mask, TABLE)
-        taken, position, above, equal = ranks(key, bar, room, above, equal)
-        taken = taken & (live & ~pending)[:, None]
-        if TABLE:
-            index = tl.broadcast_to(o_c, (ROWS, BLOCK))
-        else:
-            index = tl.load(candidate_ptr + o_r.to(tl.int64)[:, None] * capacity + o_c, mask=taken, other=0)
-        tl.store(p_index + position, index, mask=taken)
-        if WITH_SCORES:
-            tl.store(p_score + position, unordered(key), mask=taken)
+    p_held = candidate_ptr + o_r.to(tl.int64)[:, None] * capacity
+    wanted = live & ~pending
+    place(p_row, p_held, first, last, bar, room, wanted, p_index, p_score, TABLE, WITH_SCORES, ROWS, BLOCK)
     for i in range(tl.min(count), top_k, BLOCK):
         o_k = (i + tl.arange(0, BLOCK))[None, :]
         tail = live[:, None] & (o_k >= count[:, None]) & (o_k < top_k)

@@ -10,7 +10,8 @@ class Stats:
     """What happened to each row; int32 [T] on the call's device, read without synchronising.
 
     nan_scores   keys of the row's window whose score is NaN; they are never selected
-    rescored     1 where the sampled threshold missed and the row was selected by repair
+    rescored     1 where the sampled threshold missed and the whole row was scored again; 2 where only
+                 the keys of a plateau of equal scores were missing and were filled in; else 0
     candidates   keys that passed the row's threshold; more than the plan's capacity when they overflowed
     invalid      1 where the row's window is no window: start < 0, end > S or start > end
     """

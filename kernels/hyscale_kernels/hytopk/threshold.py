@@ -171,7 +171,7 @@ def launch_threshold(
             BT=plan.tile_rows,
             BS=plan.tile_keys,
             STAGES=plan.stages,
-            num_warps=plan.warps,
+            **plan.scan_options(),
         )
     _threshold_kernel[(ceil_div(R, plan.row_group),)](
         samples,
