@@ -1,0 +1,212 @@
+"""Backward, the scatter: dk[j] = sum_t c[t, j] sum_h m[t, h, j] w[t, h] q[t, h].
+
+A program takes one row's keys of one chunk; programs run chunk by chunk, so that the part of dk which they
+add to stays in the second-level cache: otherwise every addition would read and write device memory. The head
+sum is a tensor-core product of the sign bits with w q in two bfloat16 terms.
+
+atomic       float32 additions in whatever order they arrive: the fastest, and not repeatable bit for bit.
+fixed point  int32 additions of multiples of a step that belongs to the key: integer addition commutes, so
+             the sum does not depend on the order. The step is the smallest power of two for which the sum
+             cannot overflow, found from the largest bound of a contribution and their number.
+
+Shape letters: T queries, S keys, H heads, D head size, K places of a row, N places of one step, B sign words.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..hytopk.plan import ceil_div, next_power_of_2
+from ..hytopk.problem import Problem
+from ..hytopk.score import dot
+from .plan import IndexerPlan
+from .rows import Contributions, coefficients, narrow, upper
+from .selected import load_places
+
+# Fixed-point sums stay below 2**30 steps in magnitude, bounds and rounding included below 2**31.
+SUM_BITS = tl.constexpr(30)
+
+
+@triton.jit
+def step_exponent(peak, hits):
+    """log2 of a key's step, int32; peak holds the float32 bits of the largest bound, hits their number.
+
+    The sum of the bounds is below 2**(e + 1) for the exponent e of peak * hits. Steps below 2**-126 are not
+    used. A peak that is infinite or NaN gives 129 - SUM_BITS or more: the key's gradient is NaN.
+    """
+    total = peak.to(tl.float32, bitcast=True) * hits.to(tl.float32)
+    exponent = ((total.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+    return tl.maximum(exponent + 1 - SUM_BITS, -126)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2.0**exponent for -126 <= exponent <= 127, float32."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weighted_heads(
+    q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LOWER: tl.constexpr,
+):  # fmt: skip
+    """w q of ``row`` as [H_PAD, D_PAD]: its upper bfloat16 term, or what that term leaves."""
+    o_h = tl.arange(0, H_PAD)[:, None]
+    o_d = tl.arange(0, D_PAD)[None, :]
+    mask = (o_h < H) & (o_d < D)
+    b_q = tl.load(q_ptr + row * q_stride_t + o_h * q_stride_h + o_d, mask=mask, other=0.0).to(tl.float32)
+    product = b_q * tl.load(w_ptr + row * w_stride_t + o_h, mask=o_h < H, other=0.0)
+    if LOWER:
+        return narrow(upper(product - upper(product)))
+    else:
+        return narrow(upper(product))
+
+
+@triton.jit(do_not_specialize=["row0", "K", "S", "C", "zero"])
+def _scatter_kernel(
+    q_ptr,
+    w_ptr,
+    k_scale_ptr,
+    index_ptr,
+    grad_ptr,
+    sign_ptr,
+    span_ptr,
+    peak_ptr,
+    hit_ptr,
+    dk_ptr,
+    row0,
+    K,
+    S,
+    C,
+    zero,
+    q_stride_t,
+    q_stride_h,
+    w_stride_t,
+    HAS_SCALE: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    H_PAD: tl.constexpr,
+    FIXED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Adds row row0 + program_id(0)'s contributions to the keys of chunk program_id(1)."""
+    r = tl.program_id(0).to(tl.int64)
+    row = row0 + r
+    p_span = span_ptr + r * (C + 1) + tl.program_id(1)
+    first = tl.load(p_span)
+    last = tl.load(p_span + 1)
+    LANES: tl.constexpr = 32 if H_PAD > 32 else H_PAD
+    B: tl.constexpr = H_PAD // LANES
+    if first < last:
+        o_h = tl.arange(0, H_PAD)
+        o_d = tl.arange(0, D_PAD)
+        b_high = _weighted_heads(
+            q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row, H, H_PAD, D, D_PAD, False
+        )
+        b_low = _weighted_heads(
+            q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row, H, H_PAD, D, D_PAD, True
+        )
+        for i in range(first, last, N):
+            place = i + tl.arange(0, N)
+            keys, used, _ = load_places(index_ptr + row * K, place, K, S)
+            used = used & (place < last)
+            c = coefficients(grad_ptr + row * K, k_scale_ptr, keys, place, used, HAS_SCALE)
+            p_sign = sign_ptr + (r * K + place)[:, None] * B + (o_h // LANES)[None, :]
+            sign = (tl.load(p_sign, mask=used[:, None], other=0) >> (o_h % LANES)[None, :]) & 1
+            b_sign = narrow(sign.to(tl.float32))
+            added = (dot(b_sign, b_low) + dot(b_sign, b_high)) * c[:, None]
+            mask = (used & (c != 0.0))[:, None] & (o_d < D)[None, :]
+            if FIXED:
+                peak = tl.load(peak_ptr + keys, mask=used, other=0)
+                hits = tl.load(hit_ptr + keys, mask=used, other=0)
+                exponent = step_exponent(peak, hits)
+                finite = exponent < 129 - SUM_BITS
+                scale = power_of_two(tl.where(finite, -exponent, 0))
+                steps = tl.floor(tl.where(finite[:, None], added * scale[:, None], 0.0) + 0.5).to(tl.int32)
+                # An unknown offset hides the alignment: one column a lane, so that a warp's additions
+                # fill whole sectors (vectors of integers cannot be added atomically).
+                tl.atomic_add(dk_ptr + zero + keys[:, None] * D + o_d[None, :], steps, mask=mask, sem="relaxed")
+            else:
+                tl.atomic_add(dk_ptr + keys[:, None] * D + o_d[None, :], added, mask=mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["S"])
+def _settle_kernel(
+    sum_ptr,
+    peak_ptr,
+    hit_ptr,
+    dk_ptr,
+    S,
+    ADD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """dk of ROWS keys a program from their fixed-point sums; ADD adds to what is there."""
+    keys = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_d = tl.arange(0, D_PAD)
+    live = keys < S
+    hits = tl.load(hit_ptr + keys, mask=live, other=0)
+    exponent = step_exponent(tl.load(peak_ptr + keys, mask=live, other=0), hits)
+    finite = exponent < 129 - SUM_BITS
+    step = tl.where(finite, power_of_two(tl.where(finite, exponent, 0)), float("nan"))
+    mask = live[:, None] & (o_d < D)[None, :]
+    offsets = keys[:, None] * D + o_d[None, :]
+    value = tl.load(sum_ptr + offsets, mask=mask, other=0).to(tl.float32) * step[:, None]
+    value = tl.where((hits > 0)[:, None], value, 0.0)
+    if ADD:
+        value += tl.load(dk_ptr + offsets, mask=mask, other=0.0)
+    tl.store(dk_ptr + offsets, value, mask=mask)
+
+
+def launch_scatter(
+    problem: Problem,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    contributions: Contributions,
+    dk: torch.Tensor,
+    row0: int,
+    plan: IndexerPlan,
+) -> None:
+    """Add the contributions of the rows from row0 on to dk [S, D]: float32, or int32 steps if fixed point."""
+    assert contributions.spans is not None
+    R, C = contributions.spans.shape[0], contributions.spans.shape[1] - 1
+    q, _, w, k_scale = problem.pointers()
+    q_stride_t, q_stride_h, _, w_stride_t = problem.strides()
+    peak, hits = contributions.peak, contributions.hits
+    _scatter_kernel[(R, C)](
+        q,
+        w,
+        k_scale,
+        indices,
+        grad,
+        contributions.signs,
+        contributions.spans,
+        indices if peak is None else peak,
+        indices if hits is None else hits,
+        dk,
+        row0,
+        indices.shape[1],
+        problem.num_keys,
+        C,
+        0,
+        q_stride_t,
+        q_stride_h,
+        w_stride_t,
+        **problem.constants(),
+        H_PAD=problem.padded_heads(),
+        FIXED=peak is not None,
+        N=plan.scatter_keys,
+        num_warps=plan.scatter_warps,
+    )
+
+
+def launch_settle(steps: torch.Tensor, contributions: Contributions, dk: torch.Tensor, add: bool) -> None:
+    """dk [S, D], overwritten or added to, from fixed-point sums int32 [S, D]."""
+    S, D = steps.shape
+    D_PAD = next_power_of_2(D)
+    rows = max(1, 2048 // D_PAD)
+    _settle_kernel[(ceil_div(S, rows),)](
+        steps, contributions.peak, contributions.hits, dk, S, ADD=add, D=D, D_PAD=D_PAD, ROWS=rows
+    )
