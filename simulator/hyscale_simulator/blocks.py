@@ -20,7 +20,7 @@ __all__ = ["EMPTY", "Block", "Pricing", "Scale", "joined"]
 
 COMPUTE = "compute"
 NETWORK_UNCERTAINTY = 0.15
-"""Relative standard error of a collective: alpha-beta fits of NCCL tables miss by 7 to 21 % (simulators.md 3.3)."""
+"""Relative standard error of a collective: one alpha-beta fit of an NCCL table misses by 7 to 21 %."""
 
 Scale = tuple[tuple[str, float], ...]
 """(op, kind or collective, factor): durations multiplied for what-if questions and error propagation."""
@@ -31,8 +31,8 @@ class Block:
     """One pass of one layer (or several, joined).
 
     ns: from start to end.  parts: nanoseconds by "phase/kind", adding up to ``ns`` exactly.
-    known: seconds of kernel and exposed communication time by how they are known.
-    sigma: one standard error, in ns, by op.  compute_ns, communication_ns: busy time of either kind of stream.
+    known: nanoseconds of kernels and exposed communication by how they are known.  sigma: one standard
+    error, in ns, by op.  compute_ns, expert_ns: busy time of the kernels, and of the expert exchange.
     """
 
     ns: int
@@ -71,9 +71,15 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
             sigma[op] = sigma.get(op, 0.0) + error * count
         warnings.update(dict.fromkeys(block.warnings))
     return Block(
-        ns, tuple(parts.items()), tuple(known.items()), tuple(sigma.items()), tuple(warnings), compute, expert,
+        ns,
+        tuple(parts.items()),
+        tuple(known.items()),
+        tuple(sigma.items()),
+        tuple(warnings),
+        compute,
+        expert,
         flops,
-    )  # fmt: skip
+    )
 
 
 class Pricing:
@@ -146,7 +152,7 @@ class Pricing:
         for item in items:
             if isinstance(item, Compute):
                 duration = self.prices(item.call)
-                ns, mean = self.kernel_ns(item)
+                ns, _ = self.kernel_ns(item)
                 for how, us in duration.parts or ((duration.how, duration.us),):
                     known[how] += round(ns * us / duration.us) if duration.us else 0
                 compute += ns

@@ -14,11 +14,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class SustainedTensor(Description):
-    """Best GEMM rate over the data sheet's, of one GPU family and dtype (or ``any``)."""
+    """GEMM rate over the data sheet's, of one GPU family and dtype (or ``any``): best, and sustained."""
 
     family: str
     dtype: str
-    fraction: Share
+    roof: Share
+    loaded: Share
     source: str
 
 
@@ -65,11 +66,11 @@ class Calibration(Description):
         """How many numbers could be turned."""
         return len(self.sustained_tensor) + len(self.assumed) + 2
 
-    def sustained(self, family: str, dtype: str) -> float:
-        """Sustained over data-sheet tensor rate; ValueError for a family without one."""
+    def tensor(self, family: str, dtype: str) -> SustainedTensor:
+        """The entry of a family and dtype; ValueError for a family without one."""
         for item in self.sustained_tensor:
             if item.family == family and item.dtype in ("any", "bf16" if dtype == "fp16" else dtype):
-                return item.fraction
+                return item
         raise ValueError(f"calibration.toml: no sustained_tensor for family {family!r} and dtype {dtype!r}")
 
     def assumption(self, op: str) -> Assumed | None:

@@ -86,7 +86,9 @@ def find(kind: type[D], folder: str, name: str) -> D:
     """A shipped description by name, or a user's by path (anything that ends in ``.toml``)."""
     if name.endswith(".toml"):
         return parse(kind, read_toml(Path(name)), name)
-    return _find_shipped(kind, folder, name)
+    found = _find_shipped(kind, folder, name)
+    assert isinstance(found, kind)
+    return found
 
 
 @cache

@@ -75,7 +75,7 @@ class Prices:
             return replace(equivalent, us=us, how=how, uncertainty=max(equivalent.uncertainty, 0.1))
         assumption = calibration().assumption(call.op)
         if assumption is not None:
-            us = floor_us(call, self.gpu) / assumption.fraction
+            us = floor_us(call, self.gpu, loaded=True) / assumption.fraction
             return Duration(us, "assumed", assumption.source, assumption.uncertainty)
         if op.memory:
             return Duration(floor_us(call, self.gpu), "assumed", calibration().stream.source, STREAMED)
@@ -97,10 +97,11 @@ class Prices:
             )
         if call.implementation not in ("", table.implementation):
             warnings.append(
-                f"{call.op} ({call.dtype}): no profile of {call.implementation}; {table.implementation}'s is used"
+                f"{call.op} ({call.dtype}): no profile of {call.implementation}, "
+                f"{table.implementation}'s is used"
             )
         if table.gpu.device != self.gpu.device:
-            us = project_us(us, call, table.gpu, self.gpu)
+            us = project_us(us, call, table.gpu, self.gpu, found.nearest)
             how = "projected"
             uncertainty = max(uncertainty, PROJECTED)
         return Duration(us, how, found.source, uncertainty, "; ".join(warnings))

@@ -7,12 +7,12 @@ from functools import lru_cache
 from hyscale_simulator.blocks import Pricing, Scale
 from hyscale_simulator.durations import Prices
 from hyscale_simulator.engine import simulate
+from hyscale_simulator.fabric import Network
 from hyscale_simulator.flops import model_flops
 from hyscale_simulator.graph import Graph, Timeline
-from hyscale_simulator.layout import plan
+from hyscale_simulator.layout import Plan, plan
 from hyscale_simulator.longest_path import longest_path
 from hyscale_simulator.profiles import load_profiles
-from hyscale_simulator.fabric import Network
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.step import compose
@@ -58,7 +58,7 @@ class Evaluator:
         )
         return Result(scenario, step, timeline, flops)
 
-    def _pricing(self, scenario: Scenario, cut, scale: Scale) -> Pricing:  # type: ignore[no-untyped-def]
+    def _pricing(self, scenario: Scenario, cut: Plan, scale: Scale) -> Pricing:
         gpu = scenario.gpu_description
         network = Network(scenario, cut, Rank(scenario, cut).imbalance)
         sms = scenario.overlap.communication_sms

@@ -70,7 +70,9 @@ class Network:
         self._host_gb_per_s = scenario.gpu_description.host_link_gb_per_s
         experts = scenario.model_description.experts
         self._routing = (
-            collectives.Routing(experts.experts, experts.top_k, imbalance=imbalance) if experts else None
+            collectives.Routing(experts.experts, experts.top_k, scenario.routing.max_nodes or None, imbalance)
+            if experts
+            else None
         )
         inner = plan.tensor * plan.context
         self._shape: dict[GroupName, tuple[int, int]] = {
@@ -103,9 +105,7 @@ class Network:
         group = self.group(item.group)
         if item.collective in ("dispatch", "combine"):
             assert self._routing is not None
-            return collectives.expert_exchange(
-                self.fabric, group, item.tokens, item.num_bytes, self._routing
-            )
+            return collectives.expert_exchange(self.fabric, group, item.tokens, item.num_bytes, self._routing)
         price = {
             "all_gather": collectives.all_gather,
             "reduce_scatter": collectives.reduce_scatter,

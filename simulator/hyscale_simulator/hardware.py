@@ -60,7 +60,7 @@ class Gpu(Description):
     host_link_gb_per_s: Rate
     """PCIe to the host, one direction, as usable."""
     sustained_tensor_fraction: Fraction | None = None
-    """Best GEMM rate over the data sheet's; without it, the family's in calibration.toml."""
+    """Sustained GEMM rate over the data sheet's; without it, the family's in calibration.toml."""
 
     def tensor_flops_per_s(self, dtype: str) -> float:
         """Peak rate for inputs of ``dtype``; ValueError when the GPU has none (no silent fallback)."""

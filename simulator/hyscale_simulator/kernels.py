@@ -20,7 +20,7 @@ __all__ = ["OPS", "Cost", "Kernel", "Op", "kernel"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 GEMM_TILE = 128
-"""Rows and columns one thread block computes: what wave quantisation counts."""
+"""Rows to which each group of a grouped product is padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,11 @@ class Cost:
     vector_slots: instructions on CUDA cores, in units of one fused multiply-add of one lane; an instruction
     that issues at half rate (max, compare) is two, one on the special-function unit (exp) eight.
     bytes: read and written in HBM, each operand once.
-    blocks: equal thread blocks that compete for the SMs, for wave quantisation; 0 when there are plenty.
     """
 
     tensor_flops: float = 0.0
     vector_slots: float = 0.0
     bytes: float = 0.0
-    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def _known(op: str) -> Op:
     return OPS[op]
 
 
-def kernel(op: str, dtype: str, implementation: str = "", regime: str = "", **shape: int) -> Kernel:
+def kernel(op: str, dtype: str, implementation: str = "", regime: str = "", /, **shape: int) -> Kernel:
     """A :class:`Kernel`; ValueError for an op, dtype or dimension that does not exist."""
     _known(op)
     if dtype not in BYTES:
@@ -113,7 +111,6 @@ def _gemm(s: dict[str, int], dtype: str) -> Cost:
     return Cost(
         tensor_flops=2.0 * m * n * k,
         bytes=float(size * (m * k + k * n) + 2 * m * n),
-        blocks=-(-m // GEMM_TILE) * -(-n // GEMM_TILE),
     )
 
 
@@ -266,24 +263,24 @@ def _hytopk_parts(call: Kernel) -> tuple[Kernel, ...]:
     )
 
 
-def _record_bits(top_k: int, keys: int) -> float:
+def record_bits(top_k: int, keys: int) -> float:
     """Bits an index in a packed record (Elias-Fano): l + 1 + ceil(N / 2^l) / K, never above 32."""
     if top_k == 0:
         return 0.0
-    low = max(math.floor(math.log2(keys / top_k)), 0) if keys > top_k else 0
-    return min(low + 1 + math.ceil(keys / 2**low) / top_k, 32.0)
+    low: int = max(math.floor(math.log2(keys / top_k)), 0) if keys > top_k else 0
+    return float(min(low + 1 + math.ceil(keys / (1 << low)) / top_k, 32.0))
 
 
 def _codec(s: dict[str, int], dtype: str) -> Cost:
     """Packing or unpacking a selection record."""
     del dtype
     indices = float(s["rows"]) * s["top_k"]
-    packed = _record_bits(s["top_k"], s["keys"]) / 8
+    packed = record_bits(s["top_k"], s["keys"]) / 8
     return Cost(vector_slots=20.0 * indices, bytes=indices * (4 + packed))
 
 
 def _stream(bytes_per_element: float, slots: float = 4.0) -> Op:
-    """A streaming kernel over [rows, width] elements: bytes read and written for each, at two bytes a value."""
+    """A streaming kernel over [rows, width] elements: bytes read and written for each."""
 
     def cost(s: dict[str, int], dtype: str) -> Cost:
         del dtype
@@ -345,7 +342,8 @@ OPS: Mapping[str, Op] = {
     "softmax_bwd": _stream(6.0),
     "dropout": _stream(5.0),
     "dropout_bwd": _stream(5.0),
-    "quantise": _stream(4.0),
+    # The largest magnitude is found (2), values are read again (2), written along rows and columns (1 + 1).
+    "quantise": _stream(6.0),
     "permute": _stream(4.0),
     "embedding": _stream(4.0),
     "embedding_bwd": _stream(6.0),
@@ -353,6 +351,7 @@ OPS: Mapping[str, Op] = {
     "cross_entropy_unfused": _stream(24.0, 14.0),
     "adamw": _stream(30.0, 16.0),
     "grad_norm": _stream(4.0),
-    "accumulate": _stream(10.0),
+    # fp32 gradients are read and written (8) where a plain product writes bf16 (2).
+    "accumulate": _stream(6.0, 1.0),
 }
 """Every op by name."""

@@ -1,6 +1,7 @@
 """Which rank holds what: parallel sizes, stages and microbatches, and the rules a layout must obey."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.model import Grouped
@@ -38,9 +39,11 @@ class Plan:
 
     def piece(self, stage: int, chunk: int) -> int:
         """Which piece of the model a stage holds as its ``chunk``."""
-        return next(
-            at for route in self.schedule.routes for at, place in enumerate(route) if place == (stage, chunk)
-        )
+        return self._pieces[stage, chunk]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], int]:
+        return {place: at for route in self.schedule.routes for at, place in enumerate(route)}
 
     def pieces_of(self, stage: int) -> tuple[int, ...]:
         """The pieces on a stage, by chunk."""
@@ -66,7 +69,7 @@ def plan(scenario: Scenario) -> Plan:
     if scenario.gpus % model_ranks:
         raise refuse(
             "gpus", scenario.gpus,
-            f"must be a multiple of tensor x context x pipeline = {tensor} x {context} x {pipeline} = {model_ranks}",
+            f"must be a multiple of tensor x context x pipeline = {tensor} x {context} x {pipeline}",
         )  # fmt: skip
     data = scenario.gpus // model_ranks
     if tensor > cluster.gpus_per_node:
@@ -121,7 +124,7 @@ def plan(scenario: Scenario) -> Plan:
             if len(layers) and not model.selects(layers[0]):
                 raise refuse(
                     "layout.stage_layers", [len(c) for c in chunks],
-                    f"chunk {index} begins with layer {layers[0]}, which reuses the selection of an earlier layer: "
+                    f"chunk {index} begins with layer {layers[0]}, which reuses an earlier selection: "
                     "a pipeline stage must begin with a layer that selects",
                 )  # fmt: skip
     try:
@@ -162,13 +165,13 @@ def _check_widths(scenario: Scenario) -> None:
         ranks = tensor * layout.context_parallel
         if attention.heads % ranks:
             raise LayoutError(
-                f"scenario {scenario.name}: layout.context_parallel = {layout.context_parallel}: exchanging heads "
-                f"needs tensor x context = {ranks} to divide the {attention.heads} heads"
+                f"scenario {scenario.name}: layout.context_parallel = {layout.context_parallel}: exchanging "
+                f"heads needs tensor x context = {ranks} to divide the {attention.heads} heads"
             )
         if model.indexer is not None:
             raise LayoutError(
-                f"scenario {scenario.name}: layout.context_exchange = 'all_to_all': the indexer shares one key "
-                "among its heads, so only 'all_gather' is possible"
+                f"scenario {scenario.name}: layout.context_exchange = 'all_to_all': the indexer shares one "
+                "key among its heads, so only 'all_gather' is possible"
             )
     gpu = scenario.gpu_description
     if scenario.precision.linear == "fp8" and gpu.tensor_tflops.fp8 is None:
@@ -187,7 +190,8 @@ def _chunks(scenario: Scenario) -> tuple[range, ...]:
             )
     elif virtual > 1 and layout.schedule != "interleaved":
         raise LayoutError(
-            f"scenario {scenario.name}: layout.virtual_stages = {virtual}: only the interleaved schedule has them"
+            f"scenario {scenario.name}: layout.virtual_stages = {virtual}: only the interleaved schedule has "
+            "them"
         )
     pieces = stages * virtual
     sizes = list(layout.stage_layers)

@@ -4,7 +4,7 @@ Activation counts follow Korthikanti et al. 2022, section 4 (two bytes a value, 
 item by item to gated feed-forwards, grouped and latent attention, experts and selection.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hyscale_simulator.layout import Plan, plan
@@ -102,11 +102,11 @@ def _stage(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
     yield "context and libraries", CONTEXT_BYTES
 
 
-def _in_flight(rank: Rank, stage: int, bytes_of: "object") -> float:
+def _in_flight(rank: Rank, stage: int, bytes_of: Callable[[LayerKind], float]) -> float:
     """Bytes kept by the microbatches that a stage holds at its peak."""
     cut = rank.plan
     held = cut.schedule.activations_in_flight(stage)
-    per_stage = sum(bytes_of(layer_kind(rank, layer)) for layer in cut.layers_of(stage))  # type: ignore[operator]
+    per_stage = sum(bytes_of(layer_kind(rank, layer)) for layer in cut.layers_of(stage))
     return held * per_stage / max(len(cut.pieces_of(stage)), 1)
 
 
@@ -148,19 +148,28 @@ def _layer_items(rank: Rank, kind: LayerKind, core: bool) -> Iterator[tuple[str,
         width = (heads + 2 * max(attention.kv_heads // cut.tensor, 1)) * attention.head_dim
         yield "q, k, v", 2.0 * tokens * width
     else:
-        yield "latents", 2.0 * tokens * (attention.q_rank + attention.kv_width) + operand * tokens * (
-            attention.q_rank + attention.kv_rank
+        yield (
+            "latents",
+            2.0 * tokens * (attention.q_rank + attention.kv_width)
+            + operand * tokens * (attention.q_rank + attention.kv_rank),
         )
         absorbed = model.indexer is not None
-        yield "q, k, v", 2.0 * tokens * heads * (
-            attention.qk_dim + attention.kv_width
-            if absorbed
-            else 2 * attention.qk_dim + attention.value_dim
+        yield (
+            "q, k, v",
+            2.0
+            * tokens
+            * heads
+            * (
+                attention.qk_dim + attention.kv_width
+                if absorbed
+                else 2 * attention.qk_dim + attention.value_dim
+            ),
         )
         if absorbed:
             yield "latent output", 2.0 * tokens * heads * attention.kv_rank
-    yield "attention output", (2.0 if scenario.kernels.attention == "flash" else operand) * tokens * heads * (
-        attention.value_dim
+    yield (
+        "attention output",
+        (2.0 if scenario.kernels.attention == "flash" else operand) * tokens * heads * (attention.value_dim),
     )
     if model.indexer is not None and kind.selects:
         indexer = model.indexer
@@ -227,7 +236,7 @@ REMEDIES: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def what_would_fit(scenario: Scenario) -> tuple[str, ...]:
-    """Changes after which the scenario fits: the first single one that does, else several; empty if none do."""
+    """Changes after which the scenario fits: one if one suffices, else several; empty if none do."""
     tried: list[tuple[str, dict[str, object]]] = []
     for name, change in REMEDIES:
         changed = scenario.with_(**change)

@@ -184,7 +184,7 @@ class Model(Description):
         return self.experts.experts * self._feed_forward_parameters(self.experts.width)
 
     def dense_parameters(self, layer: int) -> int:
-        """The layer without its routed experts: attention, norms, dense feed-forward or shared expert, router."""
+        """The layer without its routed experts: attention, norms, feed-forward or shared expert, router."""
         count = self.attention_parameters(layer)
         if self.experts is not None and self.has_experts(layer):
             shared = self.experts.shared_experts * self.experts.width
@@ -209,7 +209,7 @@ class Model(Description):
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters: embeddings, layers, final norm, head. MTP layers and router biases (buffers) are not."""
+        """All parameters: embeddings, layers, final norm, head; no MTP layers, no router biases (buffers)."""
         layers = sum(
             self.dense_parameters(layer) + self.expert_parameters(layer) for layer in range(self.layers)
         )

@@ -35,6 +35,8 @@ class Lookup:
     stretch: float
     spread: float
     source: str
+    nearest: Kernel
+    """The measured call that says most about it."""
 
 
 class _Node:
@@ -76,7 +78,7 @@ class Table:
         point = self.points.get(call.shape)
         if point is not None:
             assert point.median_us is not None
-            return Lookup(point.median_us, True, 1.0, _spread(point), _origin(point))
+            return Lookup(point.median_us, True, 1.0, _spread(point), _origin(point), call)
         return self._interpolate(call, self._grid)
 
     def without(self, shape: Shape) -> "Table":
@@ -87,7 +89,9 @@ class Table:
         shape = dict(call.shape)
         position = [shape[axis] for axis in self.axes]
         ratio, stretch, nearest = self._ratio(grid, position, 0)
-        return Lookup(ratio * floor_us(call, self.gpu), False, stretch, _spread(nearest), _origin(nearest))
+        measured = Kernel(nearest.op, nearest.dtype, nearest.shape)
+        us = ratio * floor_us(call, self.gpu)
+        return Lookup(us, False, stretch, _spread(nearest), _origin(nearest), measured)
 
     def _ratio(
         self, node: "_Node | ProfilePoint", position: list[int], depth: int
@@ -206,8 +210,8 @@ class Profiles:
     def table(self, call: Kernel, gpu: Gpu) -> Table | None:
         """The table that says most about the kernel on that GPU: its own, else one to project from.
 
-        Own device first, then its family, its architecture, any; then the wanted implementation, then the wanted regime;
-        then the order in which the points were given.
+        The wanted implementation first; then the own device, its family, its architecture, any; then the
+        wanted regime; then the order in which the points were given.
         """
         candidates = self._index.get((call.op, call.dtype), [])
         if not candidates:
@@ -216,7 +220,11 @@ class Profiles:
         def distance(item: tuple[int, tuple[str, str, str]]) -> tuple[int, int, int, int]:
             order, (device, implementation, regime) = item
             source = self._gpus[device]
-            near = (device == gpu.device, source.family == gpu.family, source.architecture == gpu.architecture)
+            near = (
+                device == gpu.device,
+                source.family == gpu.family,
+                source.architecture == gpu.architecture,
+            )
             far = near.index(True) if True in near else len(near)
             other = call.implementation not in ("", implementation)
             regime_far = 0 if regime == call.regime else 1 if regime == "" else 2

@@ -79,7 +79,7 @@ class Result:
         return tuple(stages)
 
     def _parts_of(self, task: int) -> list[tuple[str, int]]:
-        """What a task's time went to; a task that was perturbed has its parts scaled, and the rest as jitter."""
+        """What a task's time went to; of a perturbed task, what its parts do not explain is jitter."""
         graph = self.timeline.graph
         block = self.step.blocks[int(graph.op[task])]
         spent = int(self.timeline.end_ns[task] - self.timeline.start_ns[task])
@@ -141,7 +141,7 @@ class Result:
 
     @cached_property
     def uncertainty_s(self) -> tuple[float, float]:
-        """90 % band of the step: errors of one op are taken as fully correlated, of different ops as independent."""
+        """90 % band of the step: errors of one op are fully correlated, of different ops independent."""
         stages = len(self.stage_parts_ns)
         by_op: dict[str, float] = {}
         for block, count in self.step.totals:
@@ -201,7 +201,12 @@ class Result:
         import pandas as pd
 
         rows = [
-            {"stage": stage, "phase": kind.split("/", 1)[0], "kind": kind.split("/", 1)[1], "seconds": ns / 1e9}
+            {
+                "stage": stage,
+                "phase": kind.split("/", 1)[0],
+                "kind": kind.split("/", 1)[1],
+                "seconds": ns / 1e9,
+            }
             for stage, parts in enumerate(self.stage_parts_ns)
             for kind, ns in parts.items()
         ]

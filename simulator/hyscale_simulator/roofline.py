@@ -1,4 +1,4 @@
-"""The floor under a kernel's time: tensor cores, CUDA cores, memory and the launch; and projection by them."""
+"""The floor under a kernel's time (tensor cores, CUDA cores, memory, launch), and projection by it."""
 
 import math
 
@@ -6,47 +6,69 @@ from hyscale_simulator.calibration import calibration
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import Kernel
 
+TILES = ((128, 256, 1.0), (128, 128, 1.04), (64, 128, 1.15), (64, 64, 1.4))
+"""Rows and columns a thread block of a GEMM may have, and what a smaller one costs in operand reuse."""
+
 __all__ = ["floor_us", "project_us", "terms_us"]
 
 
-def terms_us(call: Kernel, gpu: Gpu) -> tuple[float, float, float]:
+def terms_us(call: Kernel, gpu: Gpu, *, loaded: bool = False) -> tuple[float, float, float]:
     """Microseconds that the tensor work, the vector work and the bytes each need alone.
 
-    Tensor: at the sustained rate, with the last wave of thread blocks paid in full.  Vector: at one
+    Tensor: at the best rate of short measurements, or the one sustained under load.  Vector: at one
     multiply-add a lane and clock.  Memory: at the copy rate.
     """
     cost, constants = call.cost, calibration()
     tensor = 0.0
     if cost.tensor_flops:
-        rate = gpu.tensor_flops_per_s(call.dtype) * sustained(gpu, call.dtype)
-        waves = math.ceil(cost.blocks / gpu.sms) * gpu.sms / cost.blocks if cost.blocks else 1.0
-        tensor = cost.tensor_flops / rate * waves * 1e6
+        rate = gpu.tensor_flops_per_s(call.dtype) * _fraction(gpu, call.dtype, loaded)
+        tensor = cost.tensor_flops / rate * 1e6
     vector = cost.vector_slots / (gpu.vector_fp32_tflops * 1e12 / 2) * 1e6
     memory = cost.bytes / (gpu.memory_tb_per_s * 1e12 * constants.stream.fraction) * 1e6
     return tensor, vector, memory
 
 
-def sustained(gpu: Gpu, dtype: str) -> float:
-    """Sustained over data-sheet tensor rate: the description's own figure, else the calibration's."""
+def _fraction(gpu: Gpu, dtype: str, loaded: bool) -> float:
     if gpu.sustained_tensor_fraction is not None:
         return gpu.sustained_tensor_fraction
-    return calibration().sustained(gpu.family, dtype)
+    if dtype == "fp32":
+        return 1.0
+    entry = calibration().tensor(gpu.family, dtype)
+    return entry.loaded if loaded else entry.roof
 
 
-def floor_us(call: Kernel, gpu: Gpu) -> float:
+def last_wave(call: Kernel, gpu: Gpu) -> float:
+    """Time over what it would be if every wave of thread blocks filled the GPU, for the best tile."""
+    if call.op != "gemm":
+        return 1.0
+    shape = dict(call.shape)
+    m, n = shape["m"], shape["n"]
+    if not m * n:
+        return 1.0
+    return min(
+        math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / gpu.sms) * gpu.sms * rows * columns * price
+        for rows, columns, price in TILES
+    ) / (m * n)
+
+
+def floor_us(call: Kernel, gpu: Gpu, *, loaded: bool = False) -> float:
     """The largest of the three terms, plus the launch."""
-    return max(terms_us(call, gpu)) + calibration().launch.us
+    return max(terms_us(call, gpu, loaded=loaded)) + calibration().launch.us
 
 
-def project_us(measured_us: float, call: Kernel, source: Gpu, target: Gpu) -> float:
+def project_us(
+    measured_us: float, call: Kernel, source: Gpu, target: Gpu, nearest: Kernel | None = None
+) -> float:
     """Carry a measurement of ``call`` from one GPU to another, term by term.
 
     What is above the floor on the source (instruction issue, prologues, imbalance inside the kernel) is time
     on its cores and scales with their rate, or with the memory's where memory is the floor; the floor itself
-    is replaced by the target's.  A kernel below its floor keeps its ratio to it.  Never one ratio for all.
+    is replaced by the target's, with its last wave of thread blocks in place of the source's (of ``nearest``,
+    the measured shape).  A kernel below its floor keeps its ratio to it.  Never one ratio for all.
     """
     launch = calibration().launch.us
-    here, there = terms_us(call, source), terms_us(call, target)
+    here, there = terms_us(call, source), list(terms_us(call, target, loaded=True))
+    there[0] *= last_wave(call, target) / last_wave(nearest or call, source)
     floor, body = max(here), max(measured_us - launch, 0.0)
     if body <= floor:
         return max(there) * (body / floor) + launch if floor else launch

@@ -75,7 +75,7 @@ class Precision(Description):
     optimizer_bytes: Positive = 12
     """Master weight and moments of one parameter."""
     weight_bytes: Positive = 2
-    """One parameter as the kernels read it, with any copies kept beside it (bf16: 2; fp8 and its transpose: 2)."""
+    """One parameter as the kernels read it, with copies kept beside it (bf16 2; fp8, transposed too: 2)."""
 
 
 class Selection(Description):
@@ -145,8 +145,8 @@ class Overlap(Description):
     """Which communication runs beneath computation."""
 
     tensor: Literal["none", "backward", "full"] = "backward"
-    """backward: gather and reduction beneath dgrad and wgrad (Megatron-LM); full: every product pipelined with its
-    collective (user buffers)."""
+    """backward: gather and reduction beneath dgrad and wgrad (Megatron-LM); full: each product pipelined
+    with its collective (user buffers)."""
     context: bool = True
     expert: bool = False
     gradients: bool = True
@@ -163,6 +163,8 @@ class Routing(Description):
     exponent: Rate = 0.5
     """Load of the i-th busiest expert is proportional to i^-exponent."""
     counts: tuple[Count, ...] = ()
+    max_nodes: Count = 0
+    """Most nodes that a token's experts may lie on; 0: any."""
 
     @model_validator(mode="after")
     def _counts_given(self) -> Self:
@@ -177,6 +179,10 @@ class Kernels(Description):
     """Which kernels the framework runs."""
 
     attention: Literal["flash", "unfused"] = "flash"
+    attention_implementation: str = ""
+    """Preferred profile of ``attention``; "" for any."""
+    dispatcher: Literal["deepep", "all_to_all"] = "deepep"
+    """One copy to each node that a token's experts are on, or one to each expert."""
     dropout: bool = False
     fused_cross_entropy: bool = True
 
@@ -235,7 +241,7 @@ class Scenario(Description):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_(self, **changes: Any) -> "Scenario":
-        """A copy with fields replaced, nested ones by dotted path; :class:`DescriptionError` names a bad one."""
+        """A copy with fields replaced, by dotted path; :class:`DescriptionError` names a bad one."""
         fields: dict[str, Any] = self.model_dump()
         for path, value in changes.items():
             table: Any = fields

@@ -6,7 +6,7 @@ one task; the first forward and the last backward of a chunk are placed layer by
 or gradient reductions run beneath them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hyscale_simulator.blocks import EMPTY, Block, Pricing, joined
@@ -30,6 +30,7 @@ from hyscale_simulator.work import (
     head_backward,
     layer_kind,
 )
+from hyscale_simulator.work.items import Collective, GroupName
 
 __all__ = ["StepGraph", "compose"]
 
@@ -44,6 +45,9 @@ class StepGraph:
     graph: Graph
     blocks: tuple[Block, ...]
     totals: tuple[tuple[Block, int], ...]
+
+
+End = Callable[[Rank], list[Item]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class _Composer:
         self.counts: dict[int, int] = {}
         self.passes: dict[tuple[str, int], _Pass] = {}
         self.slots: dict[tuple[int, int], int] = {}
+        self.messages: dict[tuple[int, int, Op], int] = {}
         self.reductions: dict[int, list[int]] = {stage: [] for stage in range(cut.pipeline)}
         self.gathers: dict[tuple[int, int], list[int]] = {}
         self.first: set[tuple[int, int]] = set()
@@ -96,7 +101,7 @@ class _Composer:
         items = forward(self.rank, kind) if way == "F" else _half(backward(self.rank, kind), way)
         return self.pricing.block(self._sharded(self._beneath(items), kind, way))
 
-    def _ends(self, way: str, ahead, back) -> Block:  # type: ignore[no-untyped-def]
+    def _ends(self, way: str, ahead: End, back: End) -> Block:
         items = ahead(self.rank) if way == "F" else _half(back(self.rank), way)
         return self.pricing.block(items) if items else EMPTY
 
@@ -114,15 +119,13 @@ class _Composer:
         ]
 
     def _sharded(self, items: list[Item], kind: LayerKind, way: str) -> list[Item]:
-        """ZeRO-3: weights are gathered a layer ahead in both passes; gradients reduced (ZeRO-2 and 3) in one."""
+        """ZeRO-3: weights gathered a layer ahead in both passes; gradients reduced in one (ZeRO-2 too)."""
         zero = self.scenario.layout.zero_stage
         if zero < 2 or (zero == 2 and way == "F"):
             return items
         model, precision = self.scenario.model_description, self.scenario.precision
-        layer = next(
-            at for at in range(model.layers) if layer_kind(self.rank, at) == kind
-        )
-        sizes = {
+        layer = next(at for at in range(model.layers) if layer_kind(self.rank, at) == kind)
+        sizes: dict[GroupName, float] = {
             "data": model.dense_parameters(layer) / self.cut.tensor,
             "expert_data": model.expert_parameters(layer) / self.cut.expert,
         }
@@ -136,7 +139,7 @@ class _Composer:
                 whole = size * precision.weight_bytes
                 extra.append(
                     Communicate(
-                        f"gather.{group}", f"{phase}/parameter comm", "all_gather", group, whole,  # type: ignore[arg-type]
+                        f"gather.{group}", f"{phase}/parameter comm", "all_gather", group, whole,
                         until=until, start="block",
                     )
                 )  # fmt: skip
@@ -144,7 +147,7 @@ class _Composer:
                 whole = size * precision.gradient_reduce_bytes
                 extra.append(
                     Communicate(
-                        f"reduce.{group}", f"{phase}/gradient comm", "reduce_scatter", group, whole,  # type: ignore[arg-type]
+                        f"reduce.{group}", f"{phase}/gradient comm", "reduce_scatter", group, whole,
                         until="end" if self.scenario.overlap.gradients else "", start="block",
                     )
                 )  # fmt: skip
@@ -167,7 +170,9 @@ class _Composer:
 
     # Tasks.
 
-    def add(self, name: str, kind: str, stream: str | Sequence[str], block: Block, after: Sequence[int]) -> int:
+    def add(
+        self, name: str, kind: str, stream: str | Sequence[str], block: Block, after: Sequence[int]
+    ) -> int:
         """A task that runs ``block``."""
         number = self.numbers.get(id(block))
         if number is None:
@@ -177,9 +182,17 @@ class _Composer:
         return self.builder.add(name, kind, stream, block.ns, after, op=number)
 
     def place(self, step: Step) -> None:
-        """One slot of one stage."""
+        """One slot of one stage, and the messages it sends."""
+        after = [
+            self.messages.get((given.stage, given.slot, given.op), self.slots[given.stage, given.slot])
+            for given in step.inputs
+        ]
+        self._run(step, after)
+        for op in step.ops:
+            self._send(step, op)
+
+    def _run(self, step: Step, after: Sequence[int]) -> None:
         stage = step.stage
-        after = [self._message(given.stage, stage, self.slots[given.stage, given.slot], given.op) for given in step.inputs]
         name = "+".join(map(str, step.ops))
         if len(step.ops) == 2:
             block = self._together(stage, step.ops[0], step.ops[1])
@@ -232,20 +245,28 @@ class _Composer:
                 )
         return last
 
-    def _message(self, source: int, target: int, task: int, op: Op) -> int:
-        if source == target:
-            return task
+    def _send(self, step: Step, op: Op) -> None:
+        """The message to the stage that goes on with the microbatch; where the framework does not overlap it,
+        the sender's kernels wait."""
+        route = self.cut.schedule.route(op.microbatch)
+        at = route.index((step.stage, op.chunk)) + (1 if op.kind == "F" else -1)
+        if op.kind == "W" or not 0 <= at < len(route) or route[at][0] == step.stage:
+            return
         way = "next" if op.kind == "F" else "prev"
-        streams = [f"stage{source}/send.{way}"]
+        streams = [f"stage{step.stage}/send.{way}"]
         if not self.scenario.overlap.pipeline:
-            streams.append(_compute(source))
-        return self.add(f"{op} to stage {target}", "pipeline comm", streams, self.hop, [task])
+            streams.append(_compute(step.stage))
+        task = self.slots[step.stage, step.slot]
+        self.messages[step.stage, step.slot, op] = self.add(
+            f"{op} to stage {route[at][0]}", "pipeline comm", streams, self.hop, [task]
+        )
 
     def _together(self, stage: int, ahead: Op, back: Op) -> Block:
         """A forward and a backward pass of different microbatches, the expert exchange of each beneath the
         kernels of the other (DualPipe): the longer of all kernels and all exchange.
 
-        While exchange runs it takes SMs; what that costs the kernels is shown as expert communication.
+        The exchange's SMs are set aside throughout (DeepSeek-V3 report, section 3.2.2), so the kernels run on
+        the others; what that costs them is shown as expert communication.
         """
         key = (self.cut.piece(stage, ahead.chunk), self.cut.piece(stage, back.chunk))
         if key not in self.overlapped:
@@ -254,8 +275,7 @@ class _Composer:
             exposed = {kind: ns for kind, ns in both.parts if kind.endswith("/expert comm")}
             other = {kind: ns for kind, ns in both.parts if kind not in exposed}
             compute, exchange = sum(other.values()), both.expert_ns
-            stolen = round(min(compute, exchange) * self.pricing.sm_share)
-            ns = max(compute + stolen, exchange)
+            ns = max(round(compute / (1 - self.pricing.sm_share)), exchange)
             parts = [*other.items(), ("backward/expert comm", ns - compute)]
             self.overlapped[key] = Block(
                 ns, tuple(parts), both.known, both.sigma, both.warnings, both.compute_ns, both.expert_ns,
@@ -265,23 +285,23 @@ class _Composer:
 
     # Gradients, optimizer, weights.
 
-    def _sizes(self, stage: int) -> dict[str, float]:
+    def _sizes(self, stage: int) -> dict[GroupName, float]:
         dense, expert = parameters_of(self.rank, stage)
         return {"data": dense, "expert_data": expert}
 
     def _gradient_blocks(self, stage: int, pieces: int) -> Block | None:
-        """One of ``pieces`` equal reductions of a chunk's gradients (buckets), or None where there is none."""
+        """One of ``pieces`` equal reductions of a chunk's gradients, or None where there is none."""
         if self.scenario.layout.zero_stage >= 2:
             return None
-        way = "reduce_scatter" if self.scenario.layout.zero_stage else "all_reduce"
+        way: Collective = "reduce_scatter" if self.scenario.layout.zero_stage else "all_reduce"
         size = self.scenario.precision.gradient_reduce_bytes
         return self._collectives(stage, way, "gradient comm", size, pieces * self.cut.schedule.num_chunks)
 
-    def _collectives(self, stage: int, way: str, kind: str, size: float, pieces: int) -> Block | None:
+    def _collectives(self, stage: int, way: Collective, kind: str, size: float, pieces: int) -> Block | None:
         ns = 0
         for group, parameters in self._sizes(stage).items():
-            if parameters and self.pricing.network.ranks(group) > 1:  # type: ignore[arg-type]
-                item = Communicate(kind, kind, way, group, parameters * size / pieces)  # type: ignore[arg-type]
+            if parameters and self.pricing.network.ranks(group) > 1:
+                item = Communicate(kind, kind, way, group, parameters * size / pieces)
                 ns += self.pricing.communication_ns(item)
         return Block(ns, ((f"step/{kind}", ns),)) if ns else None
 
@@ -317,9 +337,7 @@ class _Composer:
         for stage in range(self.cut.pipeline):
             update = self.add("optimizer", "pass", _compute(stage), self._optimizer(stage), norms)
             if layout.zero_stage in (1, 2) and not self.scenario.overlap.parameters:
-                block = self._collectives(
-                    stage, "all_gather", "parameter comm", precision.weight_bytes, 1
-                )
+                block = self._collectives(stage, "all_gather", "parameter comm", precision.weight_bytes, 1)
                 if block is not None:
                     self.add("gather", "parameter comm", _data(stage), block, [update])
 

@@ -24,9 +24,8 @@ Row = Mapping[str, str]
 
 def rows(path: Path) -> Iterator[Row]:
     """The rows of a CSV file, gzipped or not."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as stream:
-        yield from csv.DictReader(stream)
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    yield from csv.DictReader(data.decode().splitlines())
 
 
 def point(
@@ -91,7 +90,7 @@ def index_select(row: Row) -> ProfilePoint | None:
 
 
 def sparse_attention(row: Row) -> ProfilePoint | None:
-    """FlashMLA's sparse prefill: 64 heads, 576 / 512, 2,048 keys a row.  Its time does not depend on the past."""
+    """FlashMLA's sparse prefill: 64 heads, 576 / 512, 2,048 keys a row, whatever the past."""
     window = _window(row)
     if window is None or row["past_tokens"] != "65536":
         return None
@@ -112,31 +111,45 @@ def convert(source: Path, reader: Callable[[Row], ProfilePoint | None]) -> list[
 
 
 FA3 = "FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, head dim 128"
-FA4 = "flash-attention PR 2280, headdim 128, batch 4, 16 heads (2CTA backward)"
-CUDNN_B200 = "flash-attention PR 2605, cuDNN column, head dim 128"
+FA4 = "flash-attention PR 2280 (head dim 128, 2CTA backward) and PR 2270 (head dims 192 and 128)"
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-FA3_TFLOPS: Mapping[tuple[str, str], tuple[int, ...]] = {
-    ("attention", "full"): (467, 565, 625, 638, 646, 648),
-    ("attention", "causal"): (292, 423, 521, 579, 602, 616),
-    ("attention_bwd", "full"): (316, 424, 501, 542, 559, 561),
+H100_TFLOPS: Mapping[tuple[str, str, str], tuple[int, ...]] = {
+    ("flash-attention-3", "attention", "full"): (467, 565, 625, 638, 646, 648),
+    ("flash-attention-3", "attention", "causal"): (292, 423, 521, 579, 602, 616),
+    ("flash-attention-3", "attention_bwd", "full"): (316, 424, 501, 542, 559, 561),
+    ("cudnn", "attention", "full"): (497, 574, 617, 609, 600, 595),
+    ("cudnn", "attention", "causal"): (315, 410, 484, 518, 529, 539),
+    ("cudnn", "attention_bwd", "full"): (305, 408, 465, 499, 518, 516),
+    ("flash-attention-2", "attention", "full"): (309, 350, 362, 368, 370, 370),
+    ("flash-attention-2", "attention", "causal"): (191, 260, 298, 319, 333, 335),
+    ("flash-attention-2", "attention_bwd", "full"): (214, 260, 291, 310, 318, 322),
 }
 
 
 def attention(
-    device: str, op: str, regime: str, length: int, batch: int, tflops: float, source: str, who: str
+    device: str,
+    op: str,
+    regime: str,
+    length: int,
+    batch: int,
+    tflops: float,
+    source: str,
+    who: str,
+    qk_dim: int = 128,
 ) -> ProfilePoint:
-    """An attention benchmark given as TFLOPS: 4 b s^2 h d forward, halved when causal, 2.5 times backward."""
-    heads, dim = 16, 128
+    """An attention benchmark given as TFLOPS: 2 b s^2 h (d_qk + d_v) forward, halved when causal, 2.5 times
+    backward (the convention of both sources)."""
+    heads, v_dim = 16, 128
     keys = length // 2 if regime == "causal" else length
-    flops = 4.0 * batch * length * keys * heads * dim * (2.5 if op == "attention_bwd" else 1)
+    flops = 2.0 * batch * length * keys * heads * (qk_dim + v_dim) * (2.5 if op == "attention_bwd" else 1)
     return ProfilePoint(
         op=op,
         implementation=who,
         dtype="bf16",
         shape=as_shape(
             {"batch": batch, "heads": heads, "kv_heads": heads, "queries": length, "keys": keys,
-             "qk_dim": dim, "v_dim": dim}
+             "qk_dim": qk_dim, "v_dim": v_dim}
         ),
         device=device,
         median_us=round(flops / tflops / 1e6, 3),
@@ -147,19 +160,20 @@ def attention(
 
 
 def h100() -> Iterator[ProfilePoint]:
-    """FlashAttention-3 on an H100."""
-    for (op, regime), rates in FA3_TFLOPS.items():
+    """FlashAttention-3, and what it was compared with, on an H100."""
+    for (who, op, regime), rates in H100_TFLOPS.items():
         for length, rate in zip(LENGTHS, rates, strict=True):
-            yield attention(H100, op, regime, length, 16384 // length, rate, FA3, "flash-attention-3")
+            yield attention(H100, op, regime, length, 16384 // length, rate, FA3, who)
 
 
 def b200() -> Iterator[ProfilePoint]:
     """Attention on a B200."""
-    for op, regime, rate in (
-        ("attention", "full", 1534.8), ("attention", "causal", 1418.1),
-        ("attention_bwd", "full", 1359.8), ("attention_bwd", "causal", 1208.6),
+    for op, regime, rate, wide in (
+        ("attention", "full", 1534.8, 1555.7), ("attention", "causal", 1418.1, 1494.1),
+        ("attention_bwd", "full", 1359.8, 1072.8), ("attention_bwd", "causal", 1208.6, 971.1),
     ):  # fmt: skip
         yield attention(B200, op, regime, 8192, 4, rate, FA4, "flash-attention-4")
+        yield attention(B200, op, regime, 8192, 4, wide, FA4, "flash-attention-4", qk_dim=192)
 
 
 OWN = "first probes of HyTopK's design on one H200 (Triton 3.6, torch 2.11, median of do_bench)"
@@ -168,7 +182,7 @@ OWN = "first probes of HyTopK's design on one H200 (Triton 3.6, torch 2.11, medi
 def hytopk() -> Iterator[ProfilePoint]:
     """First measurements of materialised rivals and of HyTopK's stages, 32 heads of 128, all keys visible."""
 
-    def own(op: str, who: str, dtype: str, us: float, regime: str = "", **shape: int) -> ProfilePoint:
+    def own(op: str, who: str, dtype: str, us: float, regime: str = "", /, **shape: int) -> ProfilePoint:
         return ProfilePoint(
             op=op, implementation=who, dtype=dtype, shape=as_shape(shape), device=H200, median_us=us,
             regime=regime, source=OWN,

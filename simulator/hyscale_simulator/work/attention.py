@@ -1,11 +1,13 @@
 """Attention of one layer: projections, the core, and what the ranks exchange for it."""
 
-from hyscale_simulator.kernels import kernel
+from hyscale_simulator.kernels import Kernel, kernel
 from hyscale_simulator.model import Grouped, Latent
 from hyscale_simulator.work.items import (
+    Collective,
     Communicate,
     Compute,
     Item,
+    accumulate,
     backward_linear,
     linear,
     stream,
@@ -165,8 +167,8 @@ def _down_backward(rank: Rank, shape: Latent) -> list[Item]:
     kv_dx, kv_dw = backward_linear("kv_down", PROJECTIONS, rows, shape.kv_width, hidden, rank.linear_dtype)
     items: list[Item] = []
     if rank.plan.tensor > 1:
-        collective = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
-        items.append(Communicate("latent.reduce", "tensor comm", collective, "tensor", reduced))
+        way: Collective = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
+        items.append(Communicate("latent.reduce", "tensor comm", way, "tensor", reduced))
     norm_backward = stream("latent.norm", "rmsnorm_bwd", rows, shape.q_rank + shape.kv_rank)
     return [*items, norm_backward, *q_dx, *kv_dx, *q_dw, *kv_dw]
 
@@ -197,16 +199,17 @@ def _flash(rank: Rank, name: str, op: str, heads: int, kv_heads: int, qk_dim: in
     # One block of a rank's causal work is triangular, the rest full: with many ranks it counts as full.
     regime = "causal" if ranks == 1 or exchanged else "full"
 
-    def call(keys: int) -> object:
+    def call(keys: int) -> Kernel:
         return kernel(
-            op, "bf16", regime=regime, batch=batch.sequences_per_microbatch,
+            op, "bf16", rank.scenario.kernels.attention_implementation, regime,
+            batch=batch.sequences_per_microbatch,
             heads=max(heads // spread, 1), kv_heads=max(kv_heads // spread, 1), queries=queries,
             keys=max(keys // ratio, 1), qk_dim=qk_dim, v_dim=v_dim,
         )  # fmt: skip
 
     mean = call(rank.keys_mean)
     slowest = mean if exchanged else call(rank.keys_slowest)
-    return Compute(name, "attention", slowest, mean=None if slowest == mean else mean)  # type: ignore[arg-type]
+    return Compute(name, "attention", slowest, mean=None if slowest == mean else mean)
 
 
 def _unfused_core(rank: Rank, heads: int, qk_dim: int, v_dim: int) -> list[Item]:
@@ -297,7 +300,7 @@ def _sparse(rank: Rank, shape: Latent, *, selects: bool, again: bool, trains: bo
     index_width = indexer.head_dim if selects else 0
     replayed = again and rank.scenario.recompute.replay
     needs_keys = f"{'select' if selects and not replayed else 'core'}"
-    items = [
+    return [
         *_down(rank, shape),
         *(index_projections(rank, shape) if selects else []),
         *_gather_latents(rank, shape.kv_width + index_width, needs_keys),
@@ -309,7 +312,6 @@ def _sparse(rank: Rank, shape: Latent, *, selects: bool, again: bool, trains: bo
         _absorbed(rank, "v_absorb", heads, shape.value_dim, shape.kv_rank),
         *row(rank, "out", PROJECTIONS, hidden, heads * shape.value_dim),
     ]
-    return items
 
 
 def _sparse_backward(rank: Rank, shape: Latent, selects: bool) -> list[Item]:
@@ -329,7 +331,7 @@ def _sparse_backward(rank: Rank, shape: Latent, selects: bool) -> list[Item]:
     ]  # fmt: skip
 
 
-def _sparse_call(rank: Rank, op: str, shape: Latent, heads: int):  # type: ignore[no-untyped-def]
+def _sparse_call(rank: Rank, op: str, shape: Latent, heads: int) -> Kernel:
     indexer = rank.scenario.model_description.indexer
     assert indexer is not None
     chosen = min(indexer.top_k + indexer.window, rank.scenario.batch.sequence_tokens)
@@ -350,6 +352,7 @@ def _absorbed_backward(rank: Rank, name: str, heads: int, n: int, k: int) -> lis
     return [
         Compute(f"{name}.dgrad", PROJECTIONS, dgrad),
         Compute(f"{name}.wgrad", PROJECTIONS, wgrad, weights=True),
+        accumulate(f"{name}.wgrad", PROJECTIONS, heads * n, k),
     ]
 
 

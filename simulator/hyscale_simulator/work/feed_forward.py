@@ -3,7 +3,15 @@
 from hyscale_simulator.kernels import BYTES, kernel
 from hyscale_simulator.model import Experts
 from hyscale_simulator.work.attention import norm, residual
-from hyscale_simulator.work.items import Communicate, Compute, Item, backward_linear, linear, stream
+from hyscale_simulator.work.items import (
+    Communicate,
+    Compute,
+    Item,
+    accumulate,
+    backward_linear,
+    linear,
+    stream,
+)
 from hyscale_simulator.work.parallel import column, column_backward, row, row_backward
 from hyscale_simulator.work.rank import Rank
 
@@ -100,7 +108,12 @@ def _routed_backward(rank: Rank, experts: Experts) -> list[Item]:
 def _exchange(rank: Rank, name: str, way: str) -> Communicate:
     """Tokens to their experts (in the dispatch format) or back (bf16)."""
     size = BYTES[rank.scenario.precision.dispatch] if way == "dispatch" else 2
-    token_bytes = float(rank.scenario.model_description.hidden * size)
+    model = rank.scenario.model_description
+    token_bytes = float(model.hidden * size)
+    if rank.scenario.kernels.dispatcher == "all_to_all":
+        assert model.experts is not None
+        held = rank.rows * model.experts.top_k * token_bytes * rank.imbalance
+        return Communicate(name, "expert comm", "all_to_all", "expert", held)
     return Communicate(
         name, "expert comm", "dispatch" if way == "dispatch" else "combine", "expert", token_bytes,
         tokens=rank.rows,
@@ -136,6 +149,7 @@ def _grouped_backward(rank: Rank, name: str, experts: Experts, n: int, k: int) -
         *items,
         Compute(f"{name}.dgrad", EXPERTS, dgrad.call, mean=dgrad.mean),
         Compute(f"{name}.wgrad", EXPERTS, wgrad.call, mean=wgrad.mean, weights=True),
+        accumulate(f"{name}.wgrad", EXPERTS, n * experts.experts // rank.plan.expert, k),
     ]
 
 

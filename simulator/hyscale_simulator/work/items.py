@@ -6,7 +6,17 @@ from typing import Literal
 
 from hyscale_simulator.kernels import Kernel, kernel
 
-__all__ = ["Collective", "Communicate", "Compute", "GroupName", "Item", "Phase", "backward_linear", "linear"]
+__all__ = [
+    "Collective",
+    "Communicate",
+    "Compute",
+    "GroupName",
+    "Item",
+    "Phase",
+    "accumulate",
+    "backward_linear",
+    "linear",
+]
 
 Phase = Literal["forward", "recompute", "backward"]
 GroupName = Literal["tensor", "context", "expert", "data", "expert_data", "pipeline", "host"]
@@ -80,8 +90,19 @@ def backward_linear(
         first.append(Compute(f"{name}.quantise", "elementwise", kernel("quantise", "bf16", rows=m, width=n)))
     if input_gradient:
         first += [Compute(f"{name}.dgrad", kind, kernel("gemm", dtype, m=m, n=k, k=n))]
-    second: list[Item] = [Compute(f"{name}.wgrad", kind, kernel("gemm", dtype, m=n, n=k, k=m), weights=True)]
+    # The product may be computed transposed: the larger side counts as rows.
+    product = kernel("gemm", dtype, m=max(n, k), n=min(n, k), k=m)
+    second: list[Item] = [
+        Compute(f"{name}.wgrad", kind, product, weights=True),
+        accumulate(f"{name}.wgrad", kind, n, k),
+    ]
     return first, second
+
+
+def accumulate(name: str, kind: str, n: int, k: int) -> Compute:
+    """Adding a weight gradient [n, k] to the fp32 sum in the product's epilogue: traffic it cannot hide."""
+    call = kernel("accumulate", "fp32", rows=n, width=k)
+    return Compute(f"{name}.accumulate", kind, call, weights=True)
 
 
 def stream(name: str, op: str, rows: int, width: int, kind: str = "elementwise") -> Compute:
@@ -90,5 +111,5 @@ def stream(name: str, op: str, rows: int, width: int, kind: str = "elementwise")
 
 
 def in_phase(items: Iterable[Item], phase: Phase) -> list[Item]:
-    """The same items with their kind marked by the pass they run in: ``attention`` -> ``recompute/attention``."""
+    """The same items, their kind marked by the pass they run in: ``recompute/attention``."""
     return [replace(item, kind=f"{phase}/{item.kind}") for item in items]

@@ -1,6 +1,6 @@
 """What one rank sees of a scenario: its tokens, keys, heads and columns, for one microbatch."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +29,7 @@ class Rank:
 
     @cached_property
     def rows(self) -> int:
-        """Tokens in the split region (norms, residuals, router): divided over tensor ranks if sequence parallel."""
+        """Tokens in norms, residuals and router: divided over tensor ranks if sequence parallel."""
         if self.scenario.layout.sequence_parallel:
             return self.tokens // self.plan.tensor
         return self.tokens
@@ -78,7 +78,7 @@ def expert_imbalance(routing: Routing, experts: int, ranks: int) -> float:
     """
     if routing.distribution == "balanced" or ranks == 1:
         return 1.0
-    loads: Counter[int] = Counter()
+    loads: defaultdict[int, float] = defaultdict(float)
     per_rank = experts // ranks
     if routing.distribution == "counts":
         for expert, count in enumerate(routing.counts):
@@ -87,5 +87,5 @@ def expert_imbalance(routing: Routing, experts: int, ranks: int) -> float:
         for position in range(experts):
             turn, at = divmod(position, ranks)
             share = (position + 1.0) ** -routing.exponent
-            loads[at if turn % 2 == 0 else ranks - 1 - at] += share  # type: ignore[assignment]
+            loads[at if turn % 2 == 0 else ranks - 1 - at] += share
     return max(loads.values()) * ranks / sum(loads.values())

@@ -1,7 +1,7 @@
 """Selection of one layer: index projections, scores, top-k, the kept record, replay, and the indexer's loss.
 
-What the implementations do to memory and how often is ``scenario.selection``; sources: training.md-style
-tables in simulator/README.md.
+What the implementations do to memory, and how often, is ``scenario.selection``; sources in
+simulator/README.md.
 """
 
 from hyscale_simulator.kernels import BYTES, Kernel, kernel
@@ -20,7 +20,7 @@ TABLE_LIMIT_BYTES = 2**30
 
 
 def index_projections(rank: Rank, shape: Latent) -> list[Item]:
-    """Queries from the query latent, one shared key from the hidden state, its LayerNorm, head weights, rotary.
+    """Queries from the latent, one shared key from the hidden state, its LayerNorm, head weights, rotary.
 
     Every tensor rank computes them for all of its tokens: the indexer is replicated (Megatron-LM, slime).
     """
@@ -158,7 +158,7 @@ def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list
     options, rows = rank.scenario.selection, rank.tokens
     dtype = options.scoring_dtype
     if not options.skipped_fraction:
-        whole = kernel("hytopk", dtype, regime=options.scores, rows=rows, keys=visible, top_k=top_k, **scored)
+        whole = kernel("hytopk", dtype, "", options.scores, rows=rows, keys=visible, top_k=top_k, **scored)
         return [("hytopk", whole, 1)]
     kept = max(round(visible * (1 - options.skipped_fraction)), 1)
     listed = {"rows": rows, "keys": visible, "top_k": top_k}

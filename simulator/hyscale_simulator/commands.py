@@ -1,0 +1,366 @@
+"""The verbs ``hyscale simulate``, ``hyscale presets`` and ``hyscale validate``.
+
+Exit codes: 0 done (validate: within its targets), 1 validate outside them, 2 usage or a bad description,
+3 environment (a file that cannot be written).
+"""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hyscale_ref.profile import ProfileError
+from hyscale_simulator.descriptions import DescriptionError, find, schemas, shipped
+from hyscale_simulator.durations import MissingProfileError
+from hyscale_simulator.hardware import Cluster, Gpu
+from hyscale_simulator.memory import GIB
+from hyscale_simulator.model import Model
+from hyscale_simulator.result import Result
+from hyscale_simulator.scenario import Scenario, load
+
+__all__ = ["presets", "simulate", "validate"]
+
+OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
+
+TARGETS = {"mape_pct": 10.0, "worst_pct": 25.0, "bias_pct": 5.0, "spearman": 0.95}
+"""What ``hyscale validate`` demands: mean, worst and signed error at most, rank correlation at least."""
+
+
+def _run(command: Callable[..., int], argv: list[str], name: str) -> int:
+    """Run a typer command on ``argv`` and turn every expected failure into one message and an exit code."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        code = app(args=argv, prog_name=f"hyscale {name}", standalone_mode=False)
+    except (DescriptionError, ProfileError, MissingProfileError) as error:
+        message = error.args[0] if error.args else str(error)
+        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
+            f"hyscale {name}: {message}"
+        )
+        return USAGE
+    except OSError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"hyscale {name}: {error}")
+        return ENVIRONMENT
+    except Exception as error:
+        # Usage errors of the command line: typer may bring its own copy of click, so go by the attributes.
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):
+            Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
+                f"hyscale {name}: {error.format_message()}"
+            )
+            return USAGE
+        raise
+    return int(code or 0)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """``path=value`` as a path and a TOML value (a bare word is a string)."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise DescriptionError(f"--set {text!r}: key=value is wanted, such as layout.context_parallel=32")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return path.strip(), parsed
+
+
+def simulate(argv: list[str]) -> int:
+    """``hyscale simulate``."""
+
+    def command(
+        scenario: Annotated[str | None, typer.Argument(help="A scenario file (.toml).")] = None,
+        preset: Annotated[str | None, typer.Option(help="A shipped scenario; see hyscale presets.")] = None,
+        set_: Annotated[
+            list[str] | None, typer.Option("--set", help="Change a field: layout.context_parallel=32.")
+        ] = None,
+        profiles: Annotated[
+            list[Path] | None,
+            typer.Option(help="Your measurements, ahead of the shipped ones; may be repeated."),
+        ] = None,
+        json_: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
+        trace: Annotated[
+            Path | None, typer.Option(help="Write a Chrome trace (.json or .json.gz) that Perfetto opens.")
+        ] = None,
+        engine: Annotated[str, typer.Option(help="auto, simpy or longest_path.")] = "auto",
+    ) -> int:
+        """Predict one training step: its time, where that goes, memory, and how sure we are."""
+        from hyscale_simulator.evaluate import evaluator
+
+        if (scenario is None) == (preset is None):
+            raise DescriptionError("give a scenario file or --preset NAME, one of them")
+        if scenario is not None and not scenario.endswith(".toml"):
+            raise DescriptionError(f"{scenario}: a scenario file ends in .toml; for a shipped one, --preset")
+        chosen = load(scenario or preset or "")
+        changes = dict(setting(text) for text in set_ or [])
+        if changes:
+            chosen = chosen.with_(**changes)
+        if engine not in ("auto", "simpy", "longest_path"):
+            raise DescriptionError(f"--engine {engine!r}: allowed are auto, simpy, longest_path")
+        result = evaluator(tuple(str(path) for path in profiles or []))(chosen, engine=engine)
+        show(result, Console())
+        if json_ is not None:
+            json_.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+        if trace is not None:
+            from hyscale_simulator.trace import write_trace
+
+            write_trace(result.timeline, trace)
+        return OK
+
+    return _run(command, argv, "simulate")
+
+
+def show(result: Result, console: Console) -> None:
+    """The result as a person reads it."""
+    scenario = result.scenario
+    low, high = result.uncertainty_s
+    console.print(f"[bold]{scenario.name}[/bold]  {scenario.description}")
+    console.print(
+        f"step {result.step_time_s:.3f} s (90 %: {low:.3f} to {high:.3f})   "
+        f"{result.tokens_per_s_per_gpu:,.1f} tokens/s/GPU   MFU {result.mfu:.1%}"
+    )
+    console.print(
+        "[dim]MFU: model FLOPs (causal, selected keys only, no recomputation) over the bf16 peak[/dim]"
+    )
+    table = Table("", "forward", "recompute", "backward", "step", "seconds", "%", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    stages = len(result.stage_parts_ns)
+    for name, seconds in result.breakdown:
+        if seconds < 5e-4 * result.step_time_s:
+            continue
+        cells = [
+            result.parts_ns.get(f"{phase}/{name}", 0) / stages / 1e9
+            for phase in ("forward", "recompute", "backward", "step")
+        ]
+        shown = [f"{cell:.3f}" if cell else "" for cell in cells]
+        table.add_row(name, *shown, f"{seconds:.3f}", f"{100 * seconds / result.step_time_s:.1f}")
+    rest = sum(seconds for _, seconds in result.breakdown if seconds < 5e-4 * result.step_time_s)
+    if rest:
+        table.add_row(
+            "everything else", "", "", "", "", f"{rest:.3f}", f"{100 * rest / result.step_time_s:.1f}"
+        )
+    table.add_row("[bold]step[/bold]", "", "", "", "", f"[bold]{result.step_time_s:.3f}[/bold]", "100.0")
+    console.print(table)
+    path = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.critical_path[:6])
+    console.print(f"critical path (s): {path}")
+    held = result.memory
+    verdict = "[green]fits[/green]" if held.fits else "[red]does not fit[/red]"
+    console.print(
+        f"memory {held.peak_bytes / GIB:.1f} of {held.capacity_bytes / GIB:.1f} GiB on stage "
+        f"{held.stage}: {verdict}  ({', '.join(f'{name} {size / GIB:.1f}' for name, size in held.items[:6])})"
+    )
+    if not held.fits:
+        wanted = " and ".join(result.remedies) or "nothing tried suffices: use more GPUs"
+        console.print(f"to fit: {wanted}")
+    known = ", ".join(f"{how} {share:.0%}" for how, share in result.provenance.items() if share >= 0.005)
+    console.print(f"kernel and communication time is: {known}")
+    for warning in result.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    console.print(f"[dim]scenario {scenario.hash}[/dim]")
+
+
+def presets(argv: list[str]) -> int:
+    """``hyscale presets``."""
+
+    def command(
+        schema: Annotated[
+            bool, typer.Option("--schema", help="Print the JSON schemas of all description files.")
+        ] = False,
+        json_: Annotated[Path | None, typer.Option("--json", help="Write the list as JSON.")] = None,
+    ) -> int:
+        """List the shipped scenarios, models, clusters and GPUs."""
+        if schema:
+            print(json.dumps(schemas((Scenario, Model, Cluster, Gpu)), indent=2))
+            return OK
+        console = Console()
+        scenarios = Table("scenario", "model", "cluster", "GPUs", "tokens", "what", box=None, pad_edge=False)
+        for name in shipped("scenarios"):
+            item = load(name)
+            tokens = f"{item.batch.sequence_tokens:,}"
+            scenarios.add_row(name, item.model, item.cluster, str(item.gpus), tokens, item.description)
+        models = Table("model", "parameters", "active", "layers", "selects", box=None, pad_edge=False)
+        for name in shipped("models"):
+            model = find(Model, "models", name)
+            selecting = sum(model.selects(layer) for layer in range(model.layers))
+            models.add_row(
+                name,
+                f"{model.parameters:,}",
+                f"{model.active_parameters:,}",
+                str(model.layers),
+                str(selecting),
+            )
+        gpus = Table("GPU", "bf16 TFLOPS", "fp8", "memory GB", "TB/s", box=None, pad_edge=False)
+        for name in shipped("gpus"):
+            gpu = find(Gpu, "gpus", name)
+            rates = gpu.tensor_tflops
+            gpus.add_row(
+                name,
+                f"{rates.bf16:g}",
+                f"{rates.fp8 or 0:g}",
+                f"{gpu.memory_gb:g}",
+                f"{gpu.memory_tb_per_s:g}",
+            )
+        clusters = Table("cluster", "GPU", "nodes", "NICs a node", "Gbit/s", box=None, pad_edge=False)
+        for name in shipped("clusters"):
+            cluster = find(Cluster, "clusters", name)
+            clusters.add_row(
+                name,
+                cluster.gpu,
+                str(cluster.nodes),
+                str(cluster.nics_per_node),
+                f"{cluster.nic_gbit_per_s:g}",
+            )
+        for table in (scenarios, models, gpus, clusters):
+            console.print(table)
+            console.print()
+        if json_ is not None:
+            found = {folder: list(shipped(folder)) for folder in ("scenarios", "models", "gpus", "clusters")}
+            json_.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        return OK
+
+    return _run(command, argv, "presets")
+
+
+def validate(argv: list[str]) -> int:
+    """``hyscale validate``."""
+
+    def command(
+        json_: Annotated[Path | None, typer.Option("--json", help="Write the comparison as JSON.")] = None,
+        profiles: Annotated[
+            list[Path] | None, typer.Option(help="Your measurements, ahead of the shipped.")
+        ] = None,
+        holdout: Annotated[
+            bool, typer.Option("--holdout", help="Leave-one-shape-out error of every measured table instead.")
+        ] = False,
+    ) -> int:
+        """Hold the simulator against published step times, memory and kernels."""
+        files = tuple(str(path) for path in profiles or [])
+        return _holdout(files, json_) if holdout else _compare(files, json_)
+
+    return _run(command, argv, "validate")
+
+
+def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
+    from hyscale_simulator.validation import compare, compare_kernels, compare_memory, summarise
+
+    console = Console()
+    rows = compare(profiles)
+    table = Table("case", "published s", "predicted s", "error %", "", box=None, pad_edge=False)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    source = ""
+    for row in rows:
+        if row.source != source:
+            source = row.source
+            table.add_row(f"[bold]{source}[/bold]")
+        note = "" if row.compared else "beside the summary"
+        table.add_row(
+            row.name, f"{row.published_s:.3f}", f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", note
+        )
+    console.print(table)
+    others = Table("memory and kernels", "published", "predicted", "error %", "", box=None, pad_edge=False)
+    memory, kernels = compare_memory(), compare_kernels(profiles)
+    for item in memory:
+        others.add_row(
+            item.name, f"{item.published_gib:.1f}", f"{item.predicted_gib:.1f}", f"{item.error_pct:+.1f}",
+            f"GiB, {item.what}",
+        )  # fmt: skip
+    for figure in kernels:
+        others.add_row(
+            figure.name,
+            f"{figure.published:.4g}",
+            f"{figure.predicted:.4g}",
+            f"{figure.error_pct:+.1f}",
+            figure.unit,
+        )
+    console.print(others)
+    summary = summarise(rows)
+    within = (
+        summary.mape_pct <= TARGETS["mape_pct"]
+        and abs(summary.worst_pct) <= TARGETS["worst_pct"]
+        and abs(summary.bias_pct) <= TARGETS["bias_pct"]
+        and summary.spearman >= TARGETS["spearman"]
+    )
+    console.print(
+        f"{sum(row.compared for row in rows)} steps: mean error {summary.mape_pct:.1f} %, "
+        f"worst {summary.worst_pct:+.1f} %, bias {summary.bias_pct:+.1f} %, "
+        f"rank correlation {summary.spearman:.3f}  "
+        f"(targets 10, 25, 5, 0.95: {'[green]met[/green]' if within else '[red]missed[/red]'})"
+    )
+    if json_ is not None:
+        record = {
+            "cases": [
+                {
+                    "name": row.name,
+                    "source": row.source,
+                    "compared": row.compared,
+                    "published": row.published_s,
+                    "predicted": row.predicted_s,
+                    "unit": "s",
+                    "error_pct": row.error_pct,
+                }
+                for row in rows
+            ],
+            "memory": [
+                {"name": item.name, "what": item.what, "published": item.published_gib,
+                 "predicted": item.predicted_gib, "unit": "GiB", "error_pct": item.error_pct}
+                for item in memory
+            ],
+            "kernels": [
+                {"name": figure.name, "published": figure.published, "predicted": figure.predicted,
+                 "unit": figure.unit, "error_pct": figure.error_pct}
+                for figure in kernels
+            ],
+            "summary": {
+                "mape_pct": summary.mape_pct,
+                "worst_pct": abs(summary.worst_pct),
+                "bias_pct": summary.bias_pct,
+                "spearman": summary.spearman,
+            },
+        }  # fmt: skip
+        json_.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return OK if within else FAILED
+
+
+def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
+    import numpy as np
+
+    from hyscale_simulator.profiles import load_profiles
+
+    table = Table(
+        "op", "dtype", "implementation", "GPU", "points", "median %", "p90 %", box=None, pad_edge=False
+    )
+    for column in table.columns[4:]:
+        column.justify = "right"
+    record = []
+    for measured in load_profiles(profiles).tables():
+        errors = [abs(error) for _, error in measured.held_out()]
+        if len(errors) < 3:
+            continue
+        median, p90 = (100 * float(np.quantile(errors, q)) for q in (0.5, 0.9))
+        name = " ".join(part for part in (measured.implementation, measured.regime) if part)
+        table.add_row(
+            measured.op,
+            measured.dtype,
+            name,
+            measured.gpu.name,
+            f"{len(errors):,}",
+            f"{median:.1f}",
+            f"{p90:.1f}",
+        )
+        record.append(
+            {"op": measured.op, "dtype": measured.dtype, "implementation": measured.implementation,
+             "regime": measured.regime, "gpu": measured.gpu.name, "points": len(errors),
+             "median_pct": median, "p90_pct": p90}
+        )  # fmt: skip
+    console = Console()
+    console.print("Leave-one-shape-out: each measured shape predicted from its neighbours.")
+    console.print(table)
+    if json_ is not None:
+        json_.write_text(json.dumps({"tables": record}, indent=2) + "\n", encoding="utf-8")
+    return OK
