@@ -273,7 +273,7 @@ def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
     for figure in kernels:
         others.add_row(
             figure.name,
-            f"{figure.published:.4g}",
+            "-".join(f"{end:.4g}" for end in dict.fromkeys(figure.published)),
             f"{figure.predicted:.4g}",
             f"{figure.error_pct:+.1f}",
             figure.unit,

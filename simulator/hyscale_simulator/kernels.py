@@ -74,6 +74,8 @@ class Op:
     parts: the kernels it consists of, when nobody measured the whole.
     proxy: one measured kernel that does the same arithmetic, when nobody measured this one.
     memory: a streaming kernel: what it needs is bytes, and the measured copy rate prices it.
+    jagged: libraries choose another kernel from one shape to the next, so that neighbours scatter: the median
+    of those nearest along each axis predicts better than a line between two.
     additive: axes along which more is more of the same blocks, so that holding utilisation above the largest
     measured size is no extrapolation once the GPU is full.
     """
@@ -84,6 +86,7 @@ class Op:
     parts: Callable[["Kernel"], tuple["Kernel", ...]] | None = None
     proxy: Callable[["Kernel"], "Kernel"] | None = None
     memory: bool = False
+    jagged: bool = False
     additive: tuple[str, ...] = ("m", "rows", "batch", "queries")
 
 
@@ -293,7 +296,7 @@ def _stream(bytes_per_element: float, slots: float = 4.0) -> Op:
 _SCORED = ("heads", "dim", "rows", "keys")
 
 OPS: Mapping[str, Op] = {
-    "gemm": Op(_gemm, axes=("m", "n", "k")),
+    "gemm": Op(_gemm, axes=("m", "n", "k"), jagged=True),
     "grouped_gemm": Op(_grouped_gemm, axes=("groups", "m", "n", "k"), proxy=_grouped_proxy),
     "batched_gemm": Op(_batched_gemm, axes=("batch", "m", "n", "k"), proxy=_batched_proxy),
     "attention": Op(_attention, axes=("qk_dim", "v_dim", "queries", "keys")),

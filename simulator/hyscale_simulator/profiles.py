@@ -6,7 +6,9 @@ that only follows the work is flat.  Beyond the last point the ratio is held: ut
 """
 
 import bisect
+import itertools
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,6 +74,7 @@ class Table:
             rows.setdefault(tuple(shape[axis] for axis in self.axes), point)
         self._rows = rows
         self._grid = _grid(sorted(rows), 0, rows)
+        self._coordinates = [sorted({row[axis] for row in rows}) for axis in range(len(self.axes))]
 
     def lookup(self, call: Kernel) -> Lookup:
         """The measured time of that shape, or an interpolated one."""
@@ -79,22 +82,48 @@ class Table:
         if point is not None:
             assert point.median_us is not None
             return Lookup(point.median_us, True, 1.0, _spread(point), _origin(point), call)
-        return self._interpolate(call, self._grid)
+        return self._interpolate(call)
 
     def without(self, shape: Shape) -> "Table":
         """The same table with one shape left out, for held-out checks."""
         return Table(self.gpu, [point for key, point in self.points.items() if key != shape])
 
-    def _interpolate(self, call: Kernel, grid: "_Node") -> Lookup:
+    def _interpolate(self, call: Kernel) -> Lookup:
         shape = dict(call.shape)
-        position = [shape[axis] for axis in self.axes]
-        ratio, stretch, nearest = self._ratio(grid, position, 0)
+        position = tuple(shape[axis] for axis in self.axes)
+        if OPS[self.op].jagged:
+            ratio, stretch, nearest = self._median(position)
+        else:
+            ratio, stretch, nearest = self._ratio(self._grid, position, 0)
         measured = Kernel(nearest.op, nearest.dtype, nearest.shape)
         us = ratio * floor_us(call, self.gpu)
         return Lookup(us, False, stretch, _spread(nearest), _origin(nearest), measured)
 
+    def _median(self, position: tuple[int, ...]) -> tuple[float, float, ProfilePoint]:
+        """As :meth:`_ratio`, by the median of the points up to two steps away along each axis.
+
+        The other axes are held at the position's coordinate, or at both that enclose it.
+        """
+        held, near, stretch = [], [], 1.0
+        for axis, x in enumerate(position):
+            line = self._coordinates[axis]
+            at = bisect.bisect_left(line, x)
+            exact = at < len(line) and line[at] == x
+            near.append([*line[max(at - 2, 0) : at], *line[at + exact : at + exact + 2]])
+            held.append([x] if exact else [*line[max(at - 1, 0) : at], *line[at : at + 1]])
+            if not exact and (at == 0 or (at == len(line) and self.axes[axis] not in self.additive)):
+                edge = line[min(at, len(line) - 1)]
+                stretch = max(stretch, max(x, edge) / max(min(x, edge), 1))
+        found = [self._rows[place] for place in _crossing(held, near) if place in self._rows]
+        if not found:  # a hole in the grid
+            ratio, far, point = self._ratio(self._grid, position, 0)
+            return ratio, max(stretch, far), point
+        ratios = sorted((self._ratio(point, position, 0)[0], at) for at, point in enumerate(found))
+        ratio = statistics.median(value for value, _ in ratios)
+        return ratio, stretch, found[ratios[len(ratios) // 2][1]]
+
     def _ratio(
-        self, node: "_Node | ProfilePoint", position: list[int], depth: int
+        self, node: "_Node | ProfilePoint", position: Sequence[int], depth: int
     ) -> tuple[float, float, ProfilePoint]:
         """(time over floor, stretch, a point it came from) at ``position`` of the grid below ``node``."""
         if isinstance(node, ProfilePoint):
@@ -134,21 +163,24 @@ class Table:
         return errors
 
     def _predict_without(self, position: tuple[int, ...]) -> float | None:
-        """Predict a measured position from its neighbours along the first axis, last first, that has two."""
+        """Predict a measured position as if it were not there; None at the end of its lines."""
         target = self._rows[position]
         call = Kernel(target.op, target.dtype, target.shape)
         for axis in reversed(range(len(self.axes))):
             line = self._line(position, axis)
             at = bisect.bisect_left(line, position[axis])
-            if 0 < at < len(line) - 1:
-                space = math.sqrt if self.axes[axis] in self.sequence_axes else math.log
-                x0, x, x1 = (space(max(v, 1)) for v in line[at - 1 : at + 2])
-                weight = (x - x0) / (x1 - x0)
-                ratios = [
-                    math.log(self._ratio(self._rows[(*position[:axis], v, *position[axis + 1 :])], [], 0)[0])
-                    for v in (line[at - 1], line[at + 1])
-                ]
-                return math.exp((1 - weight) * ratios[0] + weight * ratios[1]) * floor_us(call, self.gpu)
+            if not 0 < at < len(line) - 1:
+                continue
+            if OPS[self.op].jagged:
+                return self._median(position)[0] * floor_us(call, self.gpu)
+            space = math.sqrt if self.axes[axis] in self.sequence_axes else math.log
+            x0, x, x1 = (space(max(v, 1)) for v in line[at - 1 : at + 2])
+            weight = (x - x0) / (x1 - x0)
+            low, high = (
+                math.log(self._ratio(self._rows[(*position[:axis], v, *position[axis + 1 :])], (), 0)[0])
+                for v in (line[at - 1], line[at + 1])
+            )
+            return math.exp((1 - weight) * low + weight * high) * floor_us(call, self.gpu)
         return None
 
     def _line(self, position: tuple[int, ...], axis: int) -> list[int]:
@@ -171,6 +203,12 @@ def _grid(rows: list[tuple[int, ...]], depth: int, points: dict[tuple[int, ...],
     if depth + 1 == len(rows[0]):
         return _Node(coordinates, [points[group[0]] for group in groups])
     return _Node(coordinates, [_grid(group, depth + 1, points) for group in groups])
+
+
+def _crossing(held: list[list[int]], near: list[list[int]]) -> list[tuple[int, ...]]:
+    """Places that leave ``held`` along one axis at a time, for a place in ``near``."""
+    lines = (itertools.product(*held[:axis], near[axis], *held[axis + 1 :]) for axis in range(len(held)))
+    return list(dict.fromkeys(place for line in lines for place in line))
 
 
 def _spread(point: ProfilePoint) -> float:
