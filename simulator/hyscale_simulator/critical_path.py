@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .graph import Ints, Timeline
+from .graph import Ints, Timeline, rows
 
 __all__ = ["StreamUse", "critical_path", "slack_ns", "stream_use", "time_on_path", "waiting_for"]
 
@@ -82,7 +82,7 @@ def stream_use(timeline: Timeline) -> list[StreamUse]:
     """Busy and idle time of every stream, in the order of `graph.streams`."""
     graph = timeline.graph
     num_kinds = len(graph.kinds)
-    occupant = np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr))
+    occupant = rows(graph.stream_ptr)
     ran = (timeline.end_ns - timeline.start_ns)[occupant]
     cell = graph.stream_idx * num_kinds + graph.kind[occupant]
     busy = np.zeros(len(graph.streams) * num_kinds, np.int64)
@@ -106,7 +106,7 @@ def waiting_for(timeline: Timeline, stream: str) -> dict[str, int]:
     graph = timeline.graph
     if stream not in graph.streams:
         raise ValueError(f"stream: no {stream!r}; the graph has {list(graph.streams)}")
-    occupant = np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr))
+    occupant = rows(graph.stream_ptr)
     tasks = occupant[graph.stream_idx == graph.streams.index(stream)]
     starts = np.append(timeline.start_ns[tasks], timeline.makespan_ns)
     idle_from = np.append(0, timeline.end_ns[tasks])

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator
 import numpy as np
 import simpy
 
-from .graph import PPM, Graph, Timeline
+from .graph import PPM, Graph, Timeline, rows
 
 __all__ = ["simulate"]
 
@@ -88,15 +88,13 @@ class _Run:
         self.graph = graph
         self.env = simpy.Environment(initial_time=0)
         self.duration: list[int] = graph.duration_ns.tolist()
-        counts = np.diff(graph.pred_ptr)
         self.successors: list[list[int]] = [[] for _ in range(n)]
-        for task, pred in zip(np.repeat(np.arange(n), counts).tolist(), graph.pred_idx.tolist(), strict=True):
+        for task, pred in zip(rows(graph.pred_ptr).tolist(), graph.pred_idx.tolist(), strict=True):
             self.successors[pred].append(task)
         self.programs: list[list[int]] = [[] for _ in graph.streams]
-        occupants = np.repeat(np.arange(n), np.diff(graph.stream_ptr)).tolist()
-        for task, stream in zip(occupants, graph.stream_idx.tolist(), strict=True):
+        for task, stream in zip(rows(graph.stream_ptr).tolist(), graph.stream_idx.tolist(), strict=True):
             self.programs[stream].append(task)
-        self.missing: list[int] = (counts + np.diff(graph.stream_ptr)).tolist()
+        self.missing: list[int] = (np.diff(graph.pred_ptr) + np.diff(graph.stream_ptr)).tolist()
         self.done = [_Completion(self.env, task, self._finish) for task in range(n)]
         self.start, self.end = [-1] * n, [-1] * n
         self.released_by, self.released_at = [-1] * n, [-1] * n

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PPM", "Graph", "GraphBuilder", "Ints", "Task", "Timeline", "Transfer"]
+__all__ = ["PPM", "Graph", "GraphBuilder", "Ints", "Task", "Timeline", "Transfer", "rows", "transfer_ns"]
 
 Ints = NDArray[np.int64]
 
@@ -150,11 +150,11 @@ class Graph:
     def edges(self) -> tuple[Ints, Ints]:
         """All predecessors as CSR (ptr, idx): the explicit ones, then the previous task of each stream."""
         n = len(self)
-        occupant = np.repeat(np.arange(n), np.diff(self.stream_ptr))
+        occupant = rows(self.stream_ptr)
         by_stream = np.argsort(self.stream_idx, kind="stable")
         same = self.stream_idx[by_stream][1:] == self.stream_idx[by_stream][:-1]
         before, after = occupant[by_stream][:-1][same], occupant[by_stream][1:][same]
-        target = np.concatenate([np.repeat(np.arange(n), np.diff(self.pred_ptr)), after])
+        target = np.concatenate([rows(self.pred_ptr), after])
         source = np.concatenate([self.pred_idx, before])
         grouped = np.argsort(target, kind="stable")
         ptr = np.zeros(n + 1, np.int64)
@@ -165,7 +165,7 @@ class Graph:
     def order(self) -> Ints:
         """A topological order of the tasks over `edges`. ValueError naming a cycle if there is none."""
         ptr, idx = self.edges
-        if np.all(idx < np.repeat(np.arange(len(self)), np.diff(ptr))):
+        if np.all(idx < rows(ptr)):
             return np.arange(len(self))
         return _topological_order(self, ptr, idx)
 
@@ -196,6 +196,12 @@ class Timeline:
     def makespan_ns(self) -> int:
         """End of the last task; 0 for an empty graph."""
         return int(self.end_ns.max(initial=0))
+
+
+def rows(ptr: Ints) -> Ints:
+    """The row that each entry of a CSR column belongs to: for `stream_ptr`, the task of each of
+    `stream_idx`."""
+    return np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
 
 
 def transfer_ns(num_bytes: int, bytes_per_s: int) -> int:
@@ -257,6 +263,8 @@ class GraphBuilder:
             raise ValueError(f"task {name!r}: names a stream twice: {streams}")
         if not 0.0 <= sm_sensitivity <= 1.0:
             raise ValueError(f"task {name!r}: sm_sensitivity is {sm_sensitivity}; 0 to 1 is wanted")
+        if transfer is not None and not isinstance(transfer.num_bytes, int | np.integer):
+            raise TypeError(f"task {name!r}: {transfer} has to have whole bytes")
         if transfer is not None and (transfer.num_bytes < 0 or not transfer.links):
             raise ValueError(f"task {name!r}: {transfer} needs num_bytes >= 0 and at least one link")
         for taken_from, fraction in (sm_taken or {}).items():
@@ -415,7 +423,7 @@ def _topological_order(graph: Graph, ptr: Ints, idx: Ints) -> Ints:
     """Kahn's algorithm, for graphs whose tasks were not added in a topological order."""
     n = len(graph)
     successors: list[list[int]] = [[] for _ in range(n)]
-    for task, pred in zip(np.repeat(np.arange(n), np.diff(ptr)).tolist(), idx.tolist(), strict=True):
+    for task, pred in zip(rows(ptr).tolist(), idx.tolist(), strict=True):
         successors[pred].append(task)
     waiting = np.diff(ptr).tolist()
     order = [task for task in range(n) if not waiting[task]]

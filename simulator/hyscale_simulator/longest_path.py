@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .graph import PPM, Graph, Ints, Timeline
+from .graph import PPM, Graph, Ints, Timeline, rows
 
 __all__ = ["ContentionError", "LongestPath", "longest_path"]
 
@@ -35,12 +35,12 @@ class LongestPath:
         n = len(graph)
         self._graph = graph
         self._ptr, self._preds = graph.edges
-        self._owner = np.repeat(np.arange(n), np.diff(self._ptr))
+        self._owner = rows(self._ptr)
         num_streams = np.diff(graph.stream_ptr)
 
         # Occupancies (a task on a stream), stream by stream in their order, and each one's predecessor there.
         by_stream = np.argsort(graph.stream_idx, kind="stable")
-        occupant = np.repeat(np.arange(n), num_streams)[by_stream]
+        occupant = rows(graph.stream_ptr)[by_stream]
         opens_stream = np.diff(graph.stream_idx[by_stream], prepend=-1) != 0
         stream_pred = np.full(n, -1)
         stream_pred[occupant] = np.where(opens_stream, -1, np.roll(occupant, 1))
@@ -49,11 +49,8 @@ class LongestPath:
         others = np.bincount(self._owner, self._preds != stream_pred[self._owner], minlength=n)
         chained = (num_streams == 1) & (stream_pred >= 0) & (others == 0)
         here = chained[occupant]
-        if len(here):
-            # The occupancy before a chain is its head's, which may be a collective's: on several streams.
-            segment = np.maximum.accumulate(np.where(here, 0, np.arange(len(here))))
-        else:
-            segment = np.zeros(0, np.int64)
+        # The occupancy before a chain is its head's, which may be a collective's: on several streams.
+        segment = np.maximum.accumulate(np.where(here, 0, np.arange(len(here))))
         self._occupant = occupant
         self._chained = occupant[here]
         self._chained_at = np.flatnonzero(here)
@@ -164,8 +161,7 @@ def _refuse_contention(timeline: Timeline) -> None:
 
 
 def _tasks_of(graph: Graph, stream: int) -> list[int]:
-    occupant = np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr))
-    tasks: list[int] = occupant[graph.stream_idx == stream].tolist()
+    tasks: list[int] = rows(graph.stream_ptr)[graph.stream_idx == stream].tolist()
     return tasks
 
 

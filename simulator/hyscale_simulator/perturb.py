@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .graph import Graph
+from .graph import Graph, rows
 from .network import Fabric
 
 __all__ = ["degrade_level", "degrade_links", "jitter", "slow_streams"]
@@ -50,9 +50,8 @@ def slow_streams(graph: Graph, factors: Mapping[str, float]) -> Graph:
         if not (math.isfinite(factor) and factor > 0):
             raise ValueError(f"factors: {factor} for {prefix!r}; more than 0 is wanted")
         of_stream[matches] = factor
-    occupant = np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr))
     slowest = np.full(len(graph), -np.inf)
-    np.maximum.at(slowest, occupant, of_stream[graph.stream_idx])
+    np.maximum.at(slowest, rows(graph.stream_ptr), of_stream[graph.stream_idx])
     of_task = np.where(np.isfinite(slowest), slowest, 1.0)
     return graph.with_durations(np.rint(graph.duration_ns * of_task).astype(np.int64))
 

@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .critical_path import critical_path
-from .graph import Timeline
+from .graph import Timeline, rows
 
 __all__ = ["chrome_trace", "write_trace"]
 
@@ -52,7 +50,7 @@ def chrome_trace(
     on_path = set(critical)
     where: list[list[tuple[int, int]]] = [[] for _ in range(len(graph))]
     for task, stream in zip(
-        np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr)).tolist(),
+        rows(graph.stream_ptr).tolist(),
         graph.stream_idx.tolist(),
         strict=True,
     ):
@@ -141,7 +139,7 @@ def _lanes(timeline: Timeline, tasks: list[int]) -> Iterator[tuple[int, int]]:
 
 def _arrows(timeline: Timeline, where: list[list[tuple[int, int]]]) -> Iterator[Event]:
     graph = timeline.graph
-    owner = np.repeat(np.arange(len(graph)), np.diff(graph.pred_ptr)).tolist()
+    owner = rows(graph.pred_ptr).tolist()
     for number, (task, pred) in enumerate(zip(owner, graph.pred_idx.tolist(), strict=True)):
         source, target = where[pred][0], where[task][0]
         if source[0] == target[0]:

@@ -100,6 +100,15 @@ def test_a_collective_starts_with_its_last_member_and_ends_on_all_at_once() -> N
     assert timeline.released_by[gather] == 1
 
 
+def test_a_collective_may_open_a_stream_that_was_named_earlier() -> None:
+    builder = GraphBuilder()
+    builder.add("message", "p2p", "b", 5, sm_taken={"a": 0.1})
+    builder.add("gather", "all-gather", ("a", "b"), 7, sm_sensitivity=0.0)
+    builder.add("next", "x", "a", 3, sm_sensitivity=0.0)
+    graph = builder.build()
+    assert longest_path(graph).start_ns.tolist() == simulate(graph).start_ns.tolist() == [0, 5, 12]
+
+
 def test_a_large_collective_costs_each_member_a_constant() -> None:
     """1,024 ranks, 50 collectives: quadratic bookkeeping would need 50 million steps."""
     builder = GraphBuilder()

@@ -47,11 +47,11 @@ def test_alone_adds_the_transfer_at_the_narrowest_link() -> None:
 
 def test_include_equals_adding_each_task_by_hand() -> None:
     builder = GraphBuilder()
-    start = builder.add("start", "milestone", (), 0)
+    start = builder.add("start", "milestone", "host", 0)
     first = builder.include(
         layer(), label="mb0", rename={"compute": "s1/compute", "nic": "s1/nic"}, after=[start]
     )
-    second = builder.include(layer(), label="mb1", rename={"compute": "s1/compute", "nic": "s1/nic"})
+    second = builder.include(layer(), label="mb1", rename={"nic": "s1/nic"}, after=[first])
     graph = builder.build()
     assert (first, second) == (1, 5)
     assert graph.name(2) == "mb0/send"
@@ -60,10 +60,13 @@ def test_include_equals_adding_each_task_by_hand() -> None:
     assert graph.task(2).transfer == Transfer(("s1/nic",), 40)
     assert dict(graph.task(2).sm_taken) == {"s1/compute": 0.25}
     assert graph.task(6).streams == ("comm",)
+    assert dict(graph.task(6).sm_taken) == {"compute": 0.25}
     assert graph.task(7).sm_sensitivity == 0.5
     assert graph.op.tolist() == [-1, 0, 1, 2, 3, 0, 1, 2, 3]
     ptr, idx = graph.edges
-    assert idx[ptr[5] : ptr[6]].tolist() == [4], "the second copy follows the first on its stream"
+    assert sorted(idx[ptr[6] : ptr[7]].tolist()) == [2, 5], (
+        "the second message follows the first on its stream"
+    )
 
 
 def test_labels_nest() -> None:
