@@ -37,6 +37,37 @@ def rounded(values: NDArray[np.floating], dtype: str) -> Float32:
 
 
 @dataclass(frozen=True)
+class InternalSizes:
+    """Tiles, chunks and buffers that ``hytopk`` is asked to use; they must never change the result.
+
+    As the fields of its Plan, but chunks and segments are counted in tiles, and the candidate buffer is
+    ``slack`` times the smallest power of two that the Plan accepts, top_k + gather.
+    """
+
+    tile_rows: int
+    tile_keys: int
+    gather: int
+    slack: int
+    row_group: int
+    samples: int
+    segment_tiles: int
+    row_tiles: int
+    key_tiles: int
+    repair_splits: int
+
+    def capacity(self, top_k: int) -> int:
+        return self.slack << (top_k + self.gather - 1).bit_length()
+
+    def in_words(self, top_k: int) -> str:
+        return (
+            f"tile {self.tile_rows} rows x {self.tile_keys} keys, segment {self.segment_tiles} tiles, "
+            f"chunk {self.row_tiles} x {self.key_tiles} tiles, {self.samples} samples, "
+            f"room for {self.capacity(top_k)} candidates, gather {self.gather}, row group {self.row_group}, "
+            f"repair splits {self.repair_splits}"
+        )
+
+
+@dataclass(frozen=True)
 class Tensors:
     """A case on a device, as the arguments of ``hytopk``."""
 
@@ -69,6 +100,7 @@ class Case:
     k_scale   float32 [S] > 0 for fp8, else None
     exact     every product and every partial sum of a score is exact in float32, whatever the order
     layout    how q and k lie in memory, one of ``LAYOUTS``
+    sizes     internal sizes to ask of ``hytopk``; None leaves them to it
     """
 
     regime: str
@@ -82,6 +114,7 @@ class Case:
     k_scale: Float32 | None = None
     exact: bool = False
     layout: str = "contiguous"
+    sizes: InternalSizes | None = None
 
     @property
     def num_queries(self) -> int:
@@ -135,6 +168,8 @@ class Case:
             f"{_count(T, 'query', 'queries')}, {_count(self.num_keys, 'key', 'keys')}, K={self.top_k}, "
             f"H={H}, D={D}, {self.dtype}{storage}, inputs: {self.regime}"
         ]
+        if self.sizes is not None:
+            lines.append(f"internal sizes: {self.sizes.in_words(self.top_k)}")
         accused = [t for t in (rows or range(min(T, 2))) if 0 <= t < T]
         table = self.scores()
         for t in accused[:3]:

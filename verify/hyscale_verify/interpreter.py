@@ -107,8 +107,8 @@ class MemoryAccessError(Exception):
     """A kernel touched memory that none of its tensor arguments spans."""
 
 
-def violation_in(error: BaseException | None) -> MemoryAccessError | None:
-    """The violation that caused ``error``, if one did (the interpreter wraps what a kernel raises)."""
+def access_error_in(error: BaseException | None) -> MemoryAccessError | None:
+    """The forbidden access that caused ``error``, if one did (the interpreter wraps what a kernel raises)."""
     while error is not None:
         if isinstance(error, MemoryAccessError):
             return error

@@ -238,7 +238,8 @@ class _Search:
         return self._make(HOLDS, reason="; ".join(filter(None, [self.prop.why_few, self._measured()])))
 
     def _example(self, data: st.DataObject) -> None:
-        case = data.draw(cases(self.unit.regime, self.space, self.prop.windows))
+        sizes = "hytopk" in self.target.offers
+        case = data.draw(cases(self.unit.regime, self.space, self.prop.windows, sizes))
         trial = Trial(self.target, case, self.space, self.unit.plan.device, data)
         try:
             self.prop.run(trial)

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hyscale_ref.topk import topk
-from hyscale_verify.cases import Case, Float32, Int32, Tensors
+from hyscale_verify.cases import DTYPES, Case, Float32, Int32, Tensors
 from hyscale_verify.devices import EnvironmentLackingError
 
 
@@ -103,8 +103,32 @@ class HyTopK:
 
     def select(self, case: Case, inputs: Tensors | None = None, **options: Any) -> Result:
         inputs = inputs or case.tensors(self.device)
+        options.setdefault("plan", self.plan(case))
         selection = self.api.hytopk(inputs.q, inputs.k, inputs.w, inputs.top_k, **inputs.keywords, **options)
         return result_of(selection)
+
+    def plan(self, case: Case) -> Any:
+        """The case's internal sizes as the kernel's Plan; None where the case leaves them to it."""
+        sizes = case.sizes
+        if sizes is None:
+            return None
+        T, H, D = case.q.shape
+        default = self.api.Plan.default(
+            T, case.num_keys, H, D, case.top_k, DTYPES[case.dtype], torch.device(self.device)
+        )
+        return replace(
+            default,
+            tile_rows=sizes.tile_rows,
+            tile_keys=sizes.tile_keys,
+            segment=sizes.segment_tiles * sizes.tile_keys,
+            samples=sizes.samples,
+            capacity=sizes.capacity(case.top_k),
+            gather=sizes.gather,
+            row_group=sizes.row_group,
+            row_chunk=sizes.row_tiles * sizes.tile_rows,
+            key_chunk=sizes.key_tiles * sizes.tile_keys,
+            repair_splits=sizes.repair_splits,
+        )
 
     def dense(self, case: Case) -> Float32:
         inputs = case.tensors(self.device)
