@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import simpy
+
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.graph import Graph, GraphBuilder
 from hyscale_simulator.longest_path import LongestPath

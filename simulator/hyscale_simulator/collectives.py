@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .network import Fabric, Group
+from hyscale_simulator.network import Fabric, Group
 
 __all__ = [
     "Cost",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .graph import Ints, Timeline, rows
+from hyscale_simulator.graph import Ints, Timeline, rows
 
 __all__ = ["StreamUse", "critical_path", "slack_ns", "stream_use", "time_on_path", "waiting_for"]
 

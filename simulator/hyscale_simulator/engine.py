@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator
 import numpy as np
 import simpy
 
-from .graph import PPM, Graph, Timeline, rows
+from hyscale_simulator.graph import PPM, Graph, Timeline, rows
 
 __all__ = ["simulate"]
 

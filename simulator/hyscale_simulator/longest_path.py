@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .graph import PPM, Graph, Ints, Timeline, rows
+from hyscale_simulator.graph import PPM, Graph, Ints, Timeline, rows
 
 __all__ = ["ContentionError", "LongestPath", "longest_path"]
 

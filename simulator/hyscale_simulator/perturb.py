@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from .graph import Graph, rows
-from .network import Fabric
+from hyscale_simulator.graph import Graph, rows
+from hyscale_simulator.network import Fabric
 
 __all__ = ["degrade_level", "degrade_links", "jitter", "slow_streams"]
 

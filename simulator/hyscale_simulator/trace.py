@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .critical_path import critical_path
-from .graph import Timeline, rows
+from hyscale_simulator.critical_path import critical_path
+from hyscale_simulator.graph import Timeline, rows
 
 __all__ = ["chrome_trace", "write_trace"]
 

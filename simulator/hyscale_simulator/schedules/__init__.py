@@ -1,8 +1,8 @@
 """Pipeline schedules: orders of passes, the graphs they make, and the closed forms they have to meet."""
 
-from .generators import dualpipe, gpipe, interleaved, one_f_one_b, zb_h1
-from .pipeline import PassTimes, pipeline_graph
-from .schedule import Input, Op, Schedule, Slot, Step
+from hyscale_simulator.schedules.generators import dualpipe, gpipe, interleaved, one_f_one_b, zb_h1
+from hyscale_simulator.schedules.pipeline import PassTimes, pipeline_graph
+from hyscale_simulator.schedules.schedule import Input, Op, Schedule, Slot, Step
 
 __all__ = [
     "Input",

@@ -6,7 +6,7 @@ breaks.
 
 from __future__ import annotations
 
-from .schedule import Op, Place, Schedule, Slot
+from hyscale_simulator.schedules.schedule import Op, Place, Schedule, Slot
 
 __all__ = ["dualpipe", "gpipe", "interleaved", "one_f_one_b", "zb_h1"]
 

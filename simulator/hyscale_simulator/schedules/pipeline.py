@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph import Graph, GraphBuilder
-from .schedule import Input, Schedule, Slot
+from hyscale_simulator.graph import Graph, GraphBuilder
+from hyscale_simulator.schedules.schedule import Input, Schedule, Slot
 
 __all__ = ["PassTimes", "pipeline_graph"]
 

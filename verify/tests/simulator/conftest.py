@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
+
 from hyscale_simulator.graph import Graph, GraphBuilder, Transfer
 
 KINDS = ("attention", "linear", "p2p", "all-gather")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.graph import Graph, GraphBuilder, Timeline, Transfer
 from hyscale_simulator.longest_path import ContentionError, LongestPath, longest_path

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from hyscale_simulator.graph import Graph, GraphBuilder, Transfer, transfer_ns
 
 

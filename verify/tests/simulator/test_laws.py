@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from hyscale_simulator.critical_path import critical_path, slack_ns, stream_use, time_on_path, waiting_for
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.graph import Graph, GraphBuilder, Transfer

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from hyscale_simulator.network import CopyKernel, Fabric, Level, Table, read_tables
 from hyscale_simulator.perturb import degrade_level
 

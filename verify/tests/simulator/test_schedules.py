@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.longest_path import longest_path
 from hyscale_simulator.schedules import (

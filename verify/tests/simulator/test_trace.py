@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from hyscale_simulator.critical_path import stream_use
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.graph import Graph, GraphBuilder, Timeline
