@@ -72,8 +72,8 @@ def hytopk(
         TypeError, ValueError: an argument has the wrong type, dtype, rank, shape, stride or device, or
             top_k is out of range; the message names it, what came and what is allowed.
     """
-    _check(q, k, w, start, end, k_scale)
-    top_k = _check_top_k(top_k)
+    check_call(q, k, w, start, end, k_scale)
+    top_k = check_top_k(top_k)
     plan = _plan(q, k, top_k, plan)
     indices, count, scores, nans, rescored, candidates, invalid = _hytopk(
         q.detach(), k.detach(), w.detach(), top_k, start, end, k_scale, return_scores, plan.as_ints()
@@ -107,7 +107,7 @@ def dense_scores(
 
     For verification and small problems; arguments and errors as ``hytopk``. NaN is kept, -0 is +0.
     """
-    _check(q, k, w, start, end, k_scale)
+    check_call(q, k, w, start, end, k_scale)
     plan = _plan(q, k, 1, plan)
     if q.device.type == "cpu":
         check_windows(start, end, k.shape[0])
@@ -122,7 +122,7 @@ def workspace_bytes(
     T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: str = "cuda"
 ) -> int:
     """Peak bytes that ``hytopk`` allocates beside its outputs; at most 16 * T * top_k + 64 MiB."""
-    size = Plan.default(T, S, H, D, _check_top_k(top_k), dtype, device).workspace_bytes(T, S)
+    size = Plan.default(T, S, H, D, check_top_k(top_k), dtype, device).workspace_bytes(T, S)
     assert size <= workspace_bound(T, top_k), (size, workspace_bound(T, top_k))
     return size
 
@@ -203,7 +203,7 @@ def _outputs(
     return indices, count, scores, nans, pending, filled, invalid
 
 
-def _check_top_k(top_k: int) -> int:
+def check_top_k(top_k: int) -> int:
     if isinstance(top_k, bool) or not isinstance(top_k, int):
         raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
     if not 1 <= top_k <= MAX_TOP_K:
@@ -283,7 +283,7 @@ def check_inputs(q: object, k: object, w: object, k_scale: object) -> dict[str, 
     return given
 
 
-def _check(q: object, k: object, w: object, start: object, end: object, k_scale: object) -> None:
+def check_call(q: object, k: object, w: object, start: object, end: object, k_scale: object) -> None:
     """Raise TypeError or ValueError unless the arguments meet the contract (values are not looked at)."""
     inputs = check_inputs(q, k, w, k_scale)
     T, S = inputs["q"].shape[0], inputs["k"].shape[0]
