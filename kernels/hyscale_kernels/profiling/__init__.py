@@ -1,0 +1,1 @@
+"""Measuring kernels: honest timing, races against rivals, and the ``hyscale profile`` command."""
