@@ -66,6 +66,7 @@ class _Composer:
         self.blocks: list[Block] = []
         self.numbers: dict[int, int] = {}
         self.counts: dict[int, int] = {}
+        self.layers: dict[tuple[str, LayerKind], Block] = {}
         self.passes: dict[tuple[str, int], _Pass] = {}
         self.slots: dict[tuple[int, int], int] = {}
         self.messages: dict[tuple[int, int, Op], int] = {}
@@ -98,8 +99,11 @@ class _Composer:
         return self.passes[key]
 
     def _layer(self, way: str, kind: LayerKind) -> Block:
-        items = forward(self.rank, kind) if way == "F" else _half(backward(self.rank, kind), way)
-        return self.pricing.block(self._sharded(self._beneath(items), kind, way))
+        key = (way, kind)
+        if key not in self.layers:
+            items = forward(self.rank, kind) if way == "F" else _half(backward(self.rank, kind), way)
+            self.layers[key] = self.pricing.block(self._sharded(self._beneath(items), kind, way))
+        return self.layers[key]
 
     def _ends(self, way: str, ahead: End, back: End) -> Block:
         items = ahead(self.rank) if way == "F" else _half(back(self.rank), way)
