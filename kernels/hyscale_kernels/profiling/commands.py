@@ -2,6 +2,7 @@
 
 import json
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +66,6 @@ def race_command(
     as_json: Annotated[Path | None, typer.Option("--json", help="write the records as one JSON file")] = None,
 ) -> None:
     """Race HyTopK against rivals: same process, same inputs, taking turns, correctness first."""
-    _need_gpu()
     from .cases import DTYPES, REGIMES, WINDOWS, draw
     from .contenders import CONTENDERS
     from .race import Shape, race
@@ -75,21 +75,23 @@ def race_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from error
     names = ["hytopk", *(n for n in _listed("rivals", rivals, CONTENDERS) if n != "hytopk")]
+    cases = product(
+        _listed("dtypes", dtypes, DTYPES),
+        sizes,
+        _listed("regimes", regimes, REGIMES),
+        _listed("windows", windows, WINDOWS),
+    )
+    _need_gpu()
     records: list[dict[str, Any]] = []
-    for dtype in _listed("dtypes", dtypes, DTYPES):
-        for shape in sizes:
-            for regime in _listed("regimes", regimes, REGIMES):
-                for window in _listed("windows", windows, WINDOWS):
-                    err.print(
-                        f"racing {shape.rows} x {shape.keys} {dtype} {regime} {window}", highlight=False
-                    )
-                    case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
-                    for record in race(case, names, rounds=rounds, budget_s=budget):
-                        records.append(record)
-                        if out is not None:
-                            with out.open("a", encoding="utf-8") as stream:
-                                stream.write(json.dumps(record) + "\n")
-                    del case
+    for dtype, shape, regime, window in cases:
+        err.print(f"racing {shape.rows} x {shape.keys} {dtype} {regime} {window}", highlight=False)
+        case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
+        for record in race(case, names, rounds=rounds, budget_s=budget):
+            records.append(record)
+            if out is not None:
+                with out.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(record) + "\n")
+        del case
     if as_json is not None:
         as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
     Console().print(table_of(records))
