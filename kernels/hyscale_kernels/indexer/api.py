@@ -19,7 +19,7 @@ from ..hytopk.score import INTERPRET
 from .loss import launch_loss
 from .plan import ROWS, IndexerPlan
 from .rows import launch_rows
-from .scatter import launch_scatter, launch_settle
+from .scatter import launch_grid, launch_scatter, launch_settle
 from .selected import launch_selected
 
 KeyGradient = Literal["auto", "atomic", "fixed_point"]
@@ -237,13 +237,14 @@ def _backward(
             rows = min(ROWS, T - row0)
             added = launch_rows(problem, indices, grad, dq, dw, row0, rows, want_dk, fixed, sizes)
             if want_dk and not fixed:
-                launch_scatter(problem, indices, grad, added, total, row0, sizes)
+                launch_scatter(problem, indices, grad, added.signs, None, total, row0, sizes)
             elif want_dk:
+                grid = launch_grid(added)
                 steps = torch.zeros_like(dk, dtype=torch.int32)
-                launch_scatter(problem, indices, grad, added, steps, row0, sizes)
+                launch_scatter(problem, indices, grad, added.signs, grid, steps, row0, sizes)
                 if row0 == 0 and T > ROWS:
                     total = torch.empty_like(dk, dtype=torch.float32)
-                launch_settle(steps, added, total, add=row0 > 0)
+                launch_settle(steps, grid, total, add=row0 > 0)
     return dq, total.to(dk.dtype), dw
 
 
@@ -265,7 +266,8 @@ def _(
 def _gradients(
     q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, want_dk: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unwritten dq, dk and dw. dq and dk are float32 for float8, and under the interpreter, which truncates."""
+    """Unwritten dq, dk and dw. dq and dk are float32 for float8, and under the interpreter, which
+    truncates."""
     dtype = torch.float32 if INTERPRET or q.dtype == torch.float8_e4m3fn else q.dtype
     dq = q.new_empty(q.shape, dtype=dtype)
     dk = k.new_empty(k.shape if want_dk else (0, k.shape[1]), dtype=dtype)
@@ -317,9 +319,7 @@ def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
     ctx.mark_non_differentiable(output[1])
 
 
-def _loss_backward(
-    ctx: Any, grad: torch.Tensor, _: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+def _loss_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     found = _input_gradients(ctx, ctx.saved_tensors[-1] * grad[:, None], 6)
     return (
         found.get("q"), found.get("k"), found["w"], None, None, None,
@@ -346,7 +346,7 @@ def check_selection(indices: torch.Tensor, num_keys: int) -> None:
     if bad.numel():
         row, place = (int(each) for each in bad[0])
         raise ValueError(
-            f"indices[{row}, {place}] is {int(indices[row, place])}; a row holds keys of 0 to {num_keys - 1}, "
+            f"indices[{row}, {place}] is {int(indices[row, place])}; a row holds keys below {num_keys}, "
             "strictly ascending, then -1"
         )
 
@@ -382,10 +382,12 @@ def _check_like(name: str, value: Any, like: torch.Tensor, dtype: torch.dtype) -
         raise ValueError(f"{name} is on {value.device}; it must be on {like.device}")
 
 
-def _check_sources(
-    q: torch.Tensor, k: torch.Tensor, q_source: Any, k_source: Any, q_scale: Any
-) -> None:
-    given = {"q_source": (q_source, q.shape), "k_source": (k_source, k.shape), "q_scale": (q_scale, q.shape[:2])}
+def _check_sources(q: torch.Tensor, k: torch.Tensor, q_source: Any, k_source: Any, q_scale: Any) -> None:
+    given = {
+        "q_source": (q_source, q.shape),
+        "k_source": (k_source, k.shape),
+        "q_scale": (q_scale, q.shape[:2]),
+    }
     for name, (value, shape) in given.items():
         if value is None:
             continue
@@ -396,7 +398,9 @@ def _check_sources(
         if value.shape != shape:
             raise ValueError(f"{name} has shape {list(value.shape)}; it must be {list(shape)}")
         if value.device != q.device:
-            raise ValueError(f"{name} is on {value.device} and q is on {q.device}; they must be on one device")
+            raise ValueError(
+                f"{name} is on {value.device} and q is on {q.device}; they must be on one device"
+            )
     if q_source is not None and q_scale is None:
         raise ValueError("q_scale is missing; q_source needs the scale of q that was folded into w")
     if q_scale is not None and q_scale.dtype != torch.float32:
@@ -409,7 +413,7 @@ def _fixed_point(dk: KeyGradient) -> bool:
     deterministic = torch.are_deterministic_algorithms_enabled()
     if dk == "atomic" and deterministic:
         message = (
-            "dk is 'atomic', whose additions come in any order, but torch.use_deterministic_algorithms is on; "
+            "dk is 'atomic', whose additions come in any order, but deterministic algorithms are asked for; "
             "allowed then: 'auto', 'fixed_point'"
         )
         if not torch.is_deterministic_algorithms_warn_only_enabled():

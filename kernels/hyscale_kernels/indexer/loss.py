@@ -1,10 +1,10 @@
 """The indexer's loss over the selected keys, and its gradient in the scores, one row a program.
 
     loss[t] = coefficient * sum_j p[t, j] (log p[t, j] - log softmax(s[t] / temperature)[j])
-    grad[t, j] = coefficient / temperature * (P[t] softmax(s[t] / temperature)[j] - p[t, j]),  P[t] = sum_j p[t, j]
+    grad[t, j] = coefficient / temperature * (P[t] softmax(s[t] / temperature)[j] - p[t, j])
 
-Scores are computed canonically, stored where the gradient will be, and read again: no second gathering of
-keys, and no memory beside the gradient's.
+with P[t] = sum_j p[t, j]. Scores are computed canonically, stored where the gradient will be, and read again:
+no second gathering of keys, and no memory beside the gradient's.
 
 Shape letters: T queries, S keys, H heads, D head size, K places of a row, N places of one step.
 """

@@ -19,7 +19,8 @@ MOST_CHUNKS = 128
 class IndexerPlan:
     """Internal sizes. Powers of two, but for stages.
 
-    keys           keys one step of a row program gathers
+    keys           keys one step of a row program gathers, forward
+    backward_keys  the same, backward
     stages, warps  pipelining depth and warps of the row programs
     scatter_keys   selected keys one step of the dk scatter takes
     scatter_warps  warps of the scatter
@@ -27,6 +28,7 @@ class IndexerPlan:
     """
 
     keys: int
+    backward_keys: int
     stages: int
     warps: int
     scatter_keys: int
@@ -34,7 +36,7 @@ class IndexerPlan:
     chunk_keys: int
 
     def __post_init__(self) -> None:
-        for name in ("keys", "warps", "scatter_keys", "scatter_warps", "chunk_keys"):
+        for name in ("keys", "backward_keys", "warps", "scatter_keys", "scatter_warps", "chunk_keys"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"plan.{name} is {value}; it must be a power of two")
@@ -44,11 +46,11 @@ class IndexerPlan:
     @classmethod
     def default(cls, S: int, D: int, device: torch.device | str) -> "IndexerPlan":
         if torch.device(device).type != "cuda":
-            return cls(32, 1, 1, 32, 1, max(64, next_power_of_2(ceil_div(max(S, 1), MOST_CHUNKS))))
+            return cls(32, 32, 1, 1, 32, 1, max(64, next_power_of_2(ceil_div(max(S, 1), MOST_CHUNKS))))
         # 16 MiB of float32 dk: an H200's cache is 50 MB, in two halves.
         fitting = 16 * MIB // (4 * padded(D, torch.bfloat16))
         chunk = max(fitting, next_power_of_2(ceil_div(max(S, 1), MOST_CHUNKS)))
-        return cls(128, 2, 4, 64, 4, chunk)
+        return cls(128, 64, 2, 4, 16, 4, chunk)
 
     def chunks(self, S: int) -> int:
         return max(1, ceil_div(S, self.chunk_keys))

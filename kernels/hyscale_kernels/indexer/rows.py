@@ -8,9 +8,9 @@ With x[t, h, j] = q[t, h] . k[j], its sign m = [x > 0] and c[t, j] = grad[t, j] 
 x comes from the canonical dot product again, so the signs are the forward's. They are kept as bits, which
 makes the scatter a product of exact zeros and ones with w q: no key is gathered twice.
 
-dq multiplies k, exact in bfloat16 (float16 takes two terms), by m c, which is split in two bfloat16 terms: the
-tensor cores then lose less than 2**-15 of each product, and sums are float32. A row's dq and dw depend on that
-row's inputs alone, in a fixed order.
+dq multiplies k, exact in bfloat16 (float16 takes two terms), by m c, which is split in two bfloat16 terms:
+the tensor cores then lose less than 2**-15 of each product, and sums are float32. A row's dq and dw depend on
+that row's inputs alone, in a fixed order.
 
 Shape letters: T queries, S keys, H heads, D head size, K places of a row, N keys of one step, B sign words.
 """
@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..hytopk.plan import next_power_of_2
 from ..hytopk.problem import Problem
 from ..hytopk.score import INTERPRET, dot, key_scale, load_keys, operand, relu
 from .plan import IndexerPlan
@@ -34,15 +33,13 @@ class Contributions:
     """What the R rows of one pass add to dk, as the row pass leaves it.
 
     signs  int32 [R, K, B], bit h % 32 of word h // 32: whether head h of the query meets the key above zero
-    spans  int32 [R, C + 1], the places of the row whose keys lie below each chunk boundary
     peak   int32 [S], bits of the largest bound of one row's contribution to a key (fixed point only)
     hits   int32 [S], how many rows contribute to a key (fixed point only)
 
-    None where dk is not wanted.
+    Empty or None where dk is not wanted.
     """
 
-    signs: torch.Tensor | None
-    spans: torch.Tensor | None
+    signs: torch.Tensor
     peak: torch.Tensor | None
     hits: torch.Tensor | None
 
@@ -64,27 +61,43 @@ def narrow(x):
 
 
 @triton.jit
-def exact_product(exact, x, WIDE: tl.constexpr):
-    """exact [M, N] times x [N, L] float32, x in two bfloat16 terms; exact has 8 bits, or 11 if WIDE."""
+def add_product(acc, exact, x, WIDE: tl.constexpr):
+    """acc plus exact [M, N] times x [N, L] float32, x in two bfloat16 terms.
+
+    The numbers of ``exact`` have 8 significant bits, or 11 if WIDE: then it takes two terms as well.
+    """
     x_high = upper(x)
     x_low = upper(x - x_high)
     if WIDE:
         high = upper(exact.to(tl.float32))
         low = exact.to(tl.float32) - high
-        result = dot(narrow(low), narrow(x_high)) + dot(narrow(high), narrow(x_low))
-        return result + dot(narrow(high), narrow(x_high))
+        acc = dot(narrow(low), narrow(x_high)) + acc
+        acc = dot(narrow(high), narrow(x_low)) + acc
+        return dot(narrow(high), narrow(x_high)) + acc
     else:
         wide = narrow(exact.to(tl.float32))
-        return dot(wide, narrow(x_low)) + dot(wide, narrow(x_high))
+        acc = dot(wide, narrow(x_low)) + acc
+        return dot(wide, narrow(x_high)) + acc
 
 
 @triton.jit
-def load_heads(q_ptr, q_stride_t, q_stride_h, row, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+def load_heads(
+    q_ptr,
+    q_stride_t,
+    q_stride_h,
+    row,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
     """The heads of query ``row`` (int64) as a tile [D_PAD, H_PAD] in order, zero beyond D and H."""
     o_d = tl.arange(0, D_PAD)
     o_h = tl.arange(0, H_PAD)
     mask = (o_h < H)[None, :] & (o_d < D)[:, None]
-    return operand(tl.load(q_ptr + row * q_stride_t + o_h[None, :] * q_stride_h + o_d[:, None], mask=mask, other=0.0))
+    return operand(
+        tl.load(q_ptr + row * q_stride_t + o_h[None, :] * q_stride_h + o_d[:, None], mask=mask, other=0.0)
+    )
 
 
 @triton.jit
@@ -96,7 +109,7 @@ def coefficients(p_grad, k_scale_ptr, keys, place, used, HAS_SCALE: tl.constexpr
     return c
 
 
-@triton.jit(do_not_specialize=["row0", "K", "S", "chunk_keys", "C"])
+@triton.jit(do_not_specialize=["row0", "K", "S"])
 def _rows_kernel(
     q_ptr,
     k_ptr,
@@ -107,14 +120,11 @@ def _rows_kernel(
     dq_ptr,
     dw_ptr,
     sign_ptr,
-    span_ptr,
     peak_ptr,
     hit_ptr,
     row0,
     K,
     S,
-    chunk_keys,
-    C,
     q_stride_t,
     q_stride_h,
     k_stride,
@@ -127,11 +137,10 @@ def _rows_kernel(
     WIDE: tl.constexpr,
     WANT_DK: tl.constexpr,
     FIXED: tl.constexpr,
-    C_PAD: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dw, signs, spans and bounds of row row0 + program_id(0)."""
+    """dq, dw, signs and bounds of row row0 + program_id(0)."""
     r = tl.program_id(0).to(tl.int64)
     row = row0 + r
     p_index = index_ptr + row * K
@@ -146,10 +155,6 @@ def _rows_kernel(
         largest = tl.max(tl.sum(tl.abs(b_q.to(tl.float32)) * tl.abs(weight)[None, :], axis=1), axis=0)
     acc_q = tl.zeros((D_PAD, H_PAD), tl.float32)
     acc_w = tl.zeros((H_PAD,), tl.float32)
-    o_c = tl.arange(0, C_PAD)
-    # In int64: the last boundary may lie beyond 2**31.
-    boundary = o_c.to(tl.int64) * chunk_keys
-    below = tl.zeros((C_PAD,), tl.int32)
     for i in tl.range(0, K, N, num_stages=STAGES):
         place = i + tl.arange(0, N)
         keys, used, _ = load_places(p_index, place, K, S)
@@ -158,13 +163,12 @@ def _rows_kernel(
         x = dot(b_k, b_q)
         positive = (x > 0.0) & used[:, None]
         acc_w += tl.sum(tl.where(positive, relu(x) * c[:, None], 0.0), axis=0)
-        acc_q += exact_product(tl.trans(b_k), tl.where(positive, c[:, None], 0.0), WIDE)
+        acc_q = add_product(acc_q, tl.trans(b_k), tl.where(positive, c[:, None], 0.0), WIDE)
         if WANT_DK:
             bits = tl.reshape(positive.to(tl.int32) << (o_h % 32)[None, :], (N, B, LANES))
             o_b = tl.arange(0, B)
             p_sign = sign_ptr + (r * K + place)[:, None] * B + o_b[None, :]
             tl.store(p_sign, tl.sum(bits, axis=2), mask=(place < K)[:, None])
-            below += tl.sum((used[:, None] & (keys[:, None] < boundary[None, :])).to(tl.int32), axis=0)
             if FIXED:
                 adds = used & (c != 0.0)
                 bound = (tl.abs(c) * largest).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -173,8 +177,6 @@ def _rows_kernel(
     p_dq = dq_ptr + (row * H + o_h[None, :]) * D + o_d[:, None]
     tl.store(p_dq, acc_q * weight[None, :], mask=(o_h < H)[None, :] & (o_d < D)[:, None])
     tl.store(dw_ptr + row * H + o_h, acc_w, mask=o_h < H)
-    if WANT_DK:
-        tl.store(span_ptr + r * (C + 1) + o_c, below, mask=o_c <= C)
 
 
 def launch_rows(
@@ -192,13 +194,11 @@ def launch_rows(
     """Write rows row0 .. row0+R-1 of dq [T, H, D] and dw [T, H] float32, for ``grad`` float32 [T, K]."""
     S, K = problem.num_keys, indices.shape[1]
     H_PAD = problem.padded_heads()
-    chunks = plan.chunks(S)
 
     def made(make: Callable[..., torch.Tensor], *shape: int) -> torch.Tensor:
         return make(shape, dtype=torch.int32, device=problem.device)
 
-    signs = made(torch.empty, R, K, max(1, H_PAD // 32)) if want_dk else None
-    spans = made(torch.empty, R, chunks + 1) if want_dk else None
+    signs = made(torch.empty, R if want_dk else 0, K, max(1, H_PAD // 32))
     peak = made(torch.zeros, S) if want_dk and fixed else None
     hits = made(torch.zeros, S) if want_dk and fixed else None
     _rows_kernel[(R,)](
@@ -207,21 +207,19 @@ def launch_rows(
         grad,
         dq,
         dw,
-        *(indices if each is None else each for each in (signs, spans, peak, hits)),
+        signs,
+        *(indices if each is None else each for each in (peak, hits)),
         row0,
         K,
         S,
-        plan.chunk_keys,
-        chunks,
         *problem.strides(),
         **problem.constants(),
         H_PAD=H_PAD,
         WIDE=problem.q.dtype in (torch.float16, torch.float32),
         WANT_DK=want_dk,
         FIXED=fixed and want_dk,
-        C_PAD=next_power_of_2(chunks + 1),
-        N=plan.keys,
+        N=plan.backward_keys,
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
-    return Contributions(signs, spans, peak, hits)
+    return Contributions(signs, peak, hits)

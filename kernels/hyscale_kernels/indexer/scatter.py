@@ -27,22 +27,21 @@ from .selected import load_places
 SUM_BITS = tl.constexpr(30)
 
 
-@triton.jit
-def step_exponent(peak, hits):
-    """log2 of a key's step, int32; peak holds the float32 bits of the largest bound, hits their number.
+@triton.jit(do_not_specialize=["S"])
+def _grid_kernel(peak_ptr, hit_ptr, S, BLOCK: tl.constexpr):
+    """Replaces the peak of each key by its steps per unit, a power of two as float32.
 
-    The sum of the bounds is below 2**(e + 1) for the exponent e of peak * hits. Steps below 2**-126 are not
-    used. A peak that is infinite or NaN gives 129 - SUM_BITS or more: the key's gradient is NaN.
+    The bounds add up to less than 2**(e + 1) for the exponent e of peak * hits. Steps below 2**-126 are not
+    used; where the sum of the bounds passes float32 there is no step, but NaN.
     """
-    total = peak.to(tl.float32, bitcast=True) * hits.to(tl.float32)
-    exponent = ((total.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
-    return tl.maximum(exponent + 1 - SUM_BITS, -126)
-
-
-@triton.jit
-def power_of_two(exponent):
-    """2.0**exponent for -126 <= exponent <= 127, float32."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    keys = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = keys < S
+    peak = tl.load(peak_ptr + keys, mask=mask, other=0)
+    hits = tl.load(hit_ptr + keys, mask=mask, other=0)
+    total = (peak.to(tl.float32, bitcast=True) * hits.to(tl.float32)).to(tl.int32, bitcast=True)
+    exponent = ((total >> 23) & 0xFF) - 127
+    biased = tl.minimum(SUM_BITS - 1 - exponent, 126) + 127
+    tl.store(peak_ptr + keys, tl.where(exponent < 128, biased << 23, 0x7FC00000), mask=mask)
 
 
 @triton.jit
@@ -62,6 +61,46 @@ def _weighted_heads(
         return narrow(upper(product))
 
 
+@triton.jit(do_not_specialize=["row0", "R", "K", "C", "chunk_keys"])
+def _spans_kernel(
+    index_ptr,
+    span_ptr,
+    row0,
+    R,
+    K,
+    C,
+    chunk_keys,
+    SEARCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    C_PAD: tl.constexpr,
+):
+    """How many keys of each row lie below each of the C + 1 chunk boundaries, by bisection; 2**SEARCH > K."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < R
+    r = tl.minimum(r, R - 1)
+    o_c = tl.arange(0, C_PAD)[None, :]
+    # In int64: the last boundary may lie beyond 2**31.
+    boundary = o_c.to(tl.int64) * chunk_keys
+    below = tl.zeros((ROWS, C_PAD), tl.int32)
+    for step in tl.static_range(SEARCH):
+        probe = below + ((1 << SEARCH) >> (step + 1))
+        index = tl.load(index_ptr + (row0 + r) * K + probe - 1, mask=probe <= K, other=-1)
+        below = tl.where((index >= 0) & (index < boundary), probe, below)
+    tl.store(span_ptr + r * (C + 1) + o_c, below, mask=live & (o_c <= C))
+
+
+def launch_spans(indices: torch.Tensor, num_keys: int, row0: int, R: int, plan: IndexerPlan) -> torch.Tensor:
+    """int32 [R, C + 1] of rows row0 .. row0+R-1: the places [c], [c + 1] enclose the keys of chunk c."""
+    K, C = indices.shape[1], plan.chunks(num_keys)
+    spans = torch.empty((R, C + 1), dtype=torch.int32, device=indices.device)
+    columns = next_power_of_2(C + 1)
+    rows = max(1, 256 // columns)
+    _spans_kernel[(ceil_div(R, rows),)](
+        indices, spans, row0, R, K, C, plan.chunk_keys, SEARCH=K.bit_length(), ROWS=rows, C_PAD=columns
+    )
+    return spans
+
+
 @triton.jit(do_not_specialize=["row0", "K", "S", "C", "zero"])
 def _scatter_kernel(
     q_ptr,
@@ -71,8 +110,7 @@ def _scatter_kernel(
     grad_ptr,
     sign_ptr,
     span_ptr,
-    peak_ptr,
-    hit_ptr,
+    grid_ptr,
     dk_ptr,
     row0,
     K,
@@ -107,7 +145,7 @@ def _scatter_kernel(
         b_low = _weighted_heads(
             q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row, H, H_PAD, D, D_PAD, True
         )
-        for i in range(first, last, N):
+        for i in tl.range(first, last, N, num_stages=1):  # one or two steps: nothing to overlap
             place = i + tl.arange(0, N)
             keys, used, _ = load_places(index_ptr + row * K, place, K, S)
             used = used & (place < last)
@@ -115,18 +153,18 @@ def _scatter_kernel(
             p_sign = sign_ptr + (r * K + place)[:, None] * B + (o_h // LANES)[None, :]
             sign = (tl.load(p_sign, mask=used[:, None], other=0) >> (o_h % LANES)[None, :]) & 1
             b_sign = narrow(sign.to(tl.float32))
-            added = (dot(b_sign, b_low) + dot(b_sign, b_high)) * c[:, None]
+            added = (dot(b_sign, b_high) + dot(b_sign, b_low)) * c[:, None]
             mask = (used & (c != 0.0))[:, None] & (o_d < D)[None, :]
             if FIXED:
-                peak = tl.load(peak_ptr + keys, mask=used, other=0)
-                hits = tl.load(hit_ptr + keys, mask=used, other=0)
-                exponent = step_exponent(peak, hits)
-                finite = exponent < 129 - SUM_BITS
-                scale = power_of_two(tl.where(finite, -exponent, 0))
-                steps = tl.floor(tl.where(finite[:, None], added * scale[:, None], 0.0) + 0.5).to(tl.int32)
+                grid = tl.load(grid_ptr + keys, mask=used, other=0.0)
+                steps = tl.floor(tl.where((grid == grid)[:, None], added * grid[:, None], 0.0) + 0.5).to(
+                    tl.int32
+                )
                 # An unknown offset hides the alignment: one column a lane, so that a warp's additions
                 # fill whole sectors (vectors of integers cannot be added atomically).
-                tl.atomic_add(dk_ptr + zero + keys[:, None] * D + o_d[None, :], steps, mask=mask, sem="relaxed")
+                tl.atomic_add(
+                    dk_ptr + zero + keys[:, None] * D + o_d[None, :], steps, mask=mask, sem="relaxed"
+                )
             else:
                 tl.atomic_add(dk_ptr + keys[:, None] * D + o_d[None, :], added, mask=mask, sem="relaxed")
 
@@ -134,8 +172,7 @@ def _scatter_kernel(
 @triton.jit(do_not_specialize=["S"])
 def _settle_kernel(
     sum_ptr,
-    peak_ptr,
-    hit_ptr,
+    grid_ptr,
     dk_ptr,
     S,
     ADD: tl.constexpr,
@@ -147,44 +184,47 @@ def _settle_kernel(
     keys = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, D_PAD)
     live = keys < S
-    hits = tl.load(hit_ptr + keys, mask=live, other=0)
-    exponent = step_exponent(tl.load(peak_ptr + keys, mask=live, other=0), hits)
-    finite = exponent < 129 - SUM_BITS
-    step = tl.where(finite, power_of_two(tl.where(finite, exponent, 0)), float("nan"))
+    step = 1.0 / tl.load(grid_ptr + keys, mask=live, other=1.0)
     mask = live[:, None] & (o_d < D)[None, :]
     offsets = keys[:, None] * D + o_d[None, :]
     value = tl.load(sum_ptr + offsets, mask=mask, other=0).to(tl.float32) * step[:, None]
-    value = tl.where((hits > 0)[:, None], value, 0.0)
     if ADD:
         value += tl.load(dk_ptr + offsets, mask=mask, other=0.0)
     tl.store(dk_ptr + offsets, value, mask=mask)
+
+
+def launch_grid(contributions: Contributions) -> torch.Tensor:
+    """Steps per unit of each key, float32 [S]; takes the place of the peaks."""
+    peak, hits = contributions.peak, contributions.hits
+    assert peak is not None
+    _grid_kernel[(ceil_div(peak.shape[0], 1024),)](peak, hits, peak.shape[0], BLOCK=1024)
+    return peak.view(torch.float32)
 
 
 def launch_scatter(
     problem: Problem,
     indices: torch.Tensor,
     grad: torch.Tensor,
-    contributions: Contributions,
+    signs: torch.Tensor,
+    grid: torch.Tensor | None,
     dk: torch.Tensor,
     row0: int,
     plan: IndexerPlan,
 ) -> None:
-    """Add the contributions of the rows from row0 on to dk [S, D]: float32, or int32 steps if fixed point."""
-    assert contributions.spans is not None
-    R, C = contributions.spans.shape[0], contributions.spans.shape[1] - 1
+    """Add the contributions of the rows from row0 on to dk [S, D]: float32, or int32 steps of ``grid``."""
+    R, C = signs.shape[0], plan.chunks(problem.num_keys)
+    spans = launch_spans(indices, problem.num_keys, row0, R, plan)
     q, _, w, k_scale = problem.pointers()
     q_stride_t, q_stride_h, _, w_stride_t = problem.strides()
-    peak, hits = contributions.peak, contributions.hits
     _scatter_kernel[(R, C)](
         q,
         w,
         k_scale,
         indices,
         grad,
-        contributions.signs,
-        contributions.spans,
-        indices if peak is None else peak,
-        indices if hits is None else hits,
+        signs,
+        spans,
+        grad if grid is None else grid,
         dk,
         row0,
         indices.shape[1],
@@ -196,17 +236,15 @@ def launch_scatter(
         w_stride_t,
         **problem.constants(),
         H_PAD=problem.padded_heads(),
-        FIXED=peak is not None,
+        FIXED=grid is not None,
         N=plan.scatter_keys,
         num_warps=plan.scatter_warps,
     )
 
 
-def launch_settle(steps: torch.Tensor, contributions: Contributions, dk: torch.Tensor, add: bool) -> None:
-    """dk [S, D], overwritten or added to, from fixed-point sums int32 [S, D]."""
+def launch_settle(steps: torch.Tensor, grid: torch.Tensor, dk: torch.Tensor, add: bool) -> None:
+    """dk [S, D], overwritten or added to, from fixed-point sums int32 [S, D] and steps per unit [S]."""
     S, D = steps.shape
     D_PAD = next_power_of_2(D)
     rows = max(1, 2048 // D_PAD)
-    _settle_kernel[(ceil_div(S, rows),)](
-        steps, contributions.peak, contributions.hits, dk, S, ADD=add, D=D, D_PAD=D_PAD, ROWS=rows
-    )
+    _settle_kernel[(ceil_div(S, rows),)](steps, grid, dk, S, ADD=add, D=D, D_PAD=D_PAD, ROWS=rows)

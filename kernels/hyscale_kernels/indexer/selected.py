@@ -16,8 +16,8 @@ from .plan import IndexerPlan
 def load_places(p_index, place, K, S):
     """(keys int64, used, sound) of ``place`` [N] of a row: ascending keys, then -1.
 
-    ``used`` places hold a key of [0, S); the rest yield key 0. A place is not sound if it holds neither -1 nor
-    such a key, or does not ascend from the place before it.
+    ``used`` places hold a key of [0, S); the rest yield key 0. A place is not sound if it holds neither -1
+    nor such a key, or does not ascend from the place before it.
     """
     inside = place < K
     index = tl.load(p_index + place, mask=inside, other=-1)

@@ -1,8 +1,8 @@
 """Decoding: packed words back into ascending index rows, refusing words that no selection packs to.
 
-The place of a value is the rank of its bit among the row's high bits. The running count of high bits before
-each word is kept in registers; a place finds its word by bisection over it and its bit by halving the word,
-so that every place is computed by itself and stored in order.
+The place of a value is the rank of its bit among the row's high bits. The running count of high bits is kept
+in a small scratch; a place finds its word by bisection over it and its bit by halving the word, so that every
+place is computed by itself and stored in order.
 
 A corrupt row decodes to no key at all (-1 everywhere, count 0) and sets its status:
 
@@ -11,6 +11,7 @@ A corrupt row decodes to no key at all (-1 everywhere, count 0) and sets its sta
     4   an index at or beyond the end of its window
     8   indices that do not ascend
     16  the checksum differs
+    32  the windows are not those of the record, by their fingerprints: every row is then refused
 
 Shape letters: T rows, K = top_k, M places of a row (codec.RowLayout.places), l low bits.
 """
@@ -31,7 +32,9 @@ FAULTS = {
     4: "an index lies beyond the row's window",
     8: "indices do not ascend",
     16: "the checksum differs",
+    32: "windows differ from those of the record",
 }
+WINDOWS_CHANGED = 32
 
 
 @triton.jit
@@ -63,6 +66,15 @@ def _low_part(p_low, place, mask, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
+def _other_windows(mark_ptr, seen_ptr, HAS_MARK: tl.constexpr):
+    """32 if two fingerprints differ, else 0."""
+    differ = 0
+    if HAS_MARK:
+        differ = tl.where(tl.load(mark_ptr) != tl.load(seen_ptr), 32, 0)
+    return differ
+
+
+@triton.jit
 def _finish(p_index, status, count, live, K, M, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """-1 in the places from M on, and in every place of a corrupt row; the count that results."""
     corrupt = (status != 0)[:, None]
@@ -82,9 +94,12 @@ def _decode_kernel(
     word_ptr,
     start_ptr,
     end_ptr,
+    mark_ptr,
+    seen_ptr,
     index_ptr,
     count_ptr,
     status_ptr,
+    upto_ptr,
     T,
     num_keys,
     K,
@@ -93,13 +108,13 @@ def _decode_kernel(
     high_words,
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
+    HAS_MARK: tl.constexpr,
     LOW_BITS: tl.constexpr,
     SEARCH: tl.constexpr,
-    HIGH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Indices, count and status of ROWS rows a program; HIGH = 2**SEARCH >= high_words."""
+    """Indices, count and status of ROWS rows a program; 2**SEARCH >= high_words."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = rows < T
     rows = tl.minimum(rows, T - 1)
@@ -116,11 +131,18 @@ def _decode_kernel(
     count = tl.load(p_word)
     checksum = tl.load(p_word + 1)
 
-    o_w = tl.arange(0, HIGH)[None, :]
-    high = tl.load(p_high + o_w, mask=o_w < high_words, other=0).to(tl.uint32, bitcast=True)
-    upto = tl.cumsum(popcount(high), axis=1)
-    total = tl.max(upto, axis=1)
-    status = tl.where((count < 0) | (count > M) | (count != total[:, None]), 1, 0)
+    # upto: set bits in the words of the row up to and including each; the last is their number.
+    p_upto = upto_ptr + rows * high_words
+    total = tl.zeros((ROWS, 1), tl.int32)
+    for i in range(0, high_words, BLOCK):
+        o_w = i + tl.arange(0, BLOCK)[None, :]
+        word = tl.load(p_high + o_w, mask=o_w < high_words, other=0).to(tl.uint32, bitcast=True)
+        bits = popcount(word)
+        tl.store(p_upto + o_w, total + tl.cumsum(bits, axis=1), mask=live & (o_w < high_words))
+        total += tl.sum(bits, axis=1)[:, None]
+    # Other threads read the scratch below.
+    tl.debug_barrier()
+    status = tl.where((count < 0) | (count > M) | (count != total), 1, 0)
     status = tl.max(status, axis=1)
     count = tl.where(status[:, None] == 0, count, 0)
     spare = low_words * 32 - M * LOW_BITS
@@ -128,35 +150,42 @@ def _decode_kernel(
         last = tl.load(p_low + (low_words - 1)).to(tl.uint32, bitcast=True)
         status = status | tl.max(tl.where((last >> (32 - spare).to(tl.uint32)) != 0, 2, 0), axis=1)
 
-    carried = tl.full((ROWS, 1), -1, tl.int64)
     summed = tl.zeros((ROWS,), tl.int64)
-    for i in range(0, M, BLOCK):
+    for i in tl.range(0, M, BLOCK, num_stages=1):
         place = i + tl.arange(0, BLOCK)[None, :] + tl.zeros((ROWS, 1), tl.int32)
         used = place < count
         # The word that holds the place's bit: the first with more than ``place`` bits up to its end.
         word = tl.zeros((ROWS, BLOCK), tl.int32)
         for step in tl.static_range(SEARCH):
-            probe = word + ((HIGH // 2) >> step)
-            word = tl.where(tl.gather(upto, probe - 1, axis=1) <= place, probe, word)
+            probe = word + ((1 << SEARCH) >> (step + 1))
+            known = used & (probe <= high_words)
+            word = tl.where(tl.load(p_upto + probe - 1, mask=known, other=2**30) <= place, probe, word)
         word = tl.where(used, word, 0)
-        before = tl.where(word > 0, tl.gather(upto, tl.maximum(word - 1, 0), axis=1), 0)
+        before = tl.load(p_upto + word - 1, mask=used & (word > 0), other=0)
         bits = tl.load(p_high + word, mask=used, other=0).to(tl.uint32, bitcast=True)
         position = word * 32 + _nth_bit(bits, place - before)
         value = (position - place).to(tl.int64)
+        # A set bit just before means the same high part as the place on the left: low parts must ascend.
+        near = used & (position > 0)
+        last = tl.where(near, position - 1, 0)
+        beside = tl.load(p_high + (last >> 5), mask=near, other=0).to(tl.uint32, bitcast=True)
+        tied = near & (((beside >> (last & 31).to(tl.uint32)) & 1) != 0)
         if LOW_BITS > 0:
             low = _low_part(p_low, place, place < M, LOW_BITS)
+            left = _low_part(p_low, place - 1, tied, LOW_BITS)
             status = status | tl.max(tl.where(~used & (low != 0), 2, 0), axis=1)
+            status = status | tl.max(tl.where(tied & (low <= left), 8, 0), axis=1)
             value = (value << LOW_BITS) | low.to(tl.int64)
+        else:
+            status = status | tl.max(tl.where(tied, 8, 0), axis=1)
         value = tl.where(used, value, 0)
-        left = tl.where(place == i, carried, tl.gather(value, tl.maximum(place - i - 1, 0), axis=1))
-        status = status | tl.max(tl.where(used & (value <= left), 8, 0), axis=1)
         status = status | tl.max(tl.where(used & (value + start >= limit), 4, 0), axis=1)
-        carried = tl.max(value, axis=1)[:, None]
         summed += tl.sum(value, axis=1)
         index = tl.where(used, (value + start).to(tl.int32), -1)
         tl.store(p_index + place, index, mask=live & (place < M))
     difference = summed.to(tl.int32)[:, None] != checksum
     status = status | tl.max(tl.where(difference & (status == 0)[:, None], 16, 0), axis=1)
+    status = status | _other_windows(mark_ptr, seen_ptr, HAS_MARK)
     count = _finish(p_index, status, count, live, K, M, ROWS, BLOCK)
     tl.store(count_ptr + rows, count, mask=live)
     tl.store(status_ptr + rows, status[:, None], mask=live)
@@ -167,6 +196,8 @@ def _decode_raw_kernel(
     word_ptr,
     start_ptr,
     end_ptr,
+    mark_ptr,
+    seen_ptr,
     index_ptr,
     count_ptr,
     status_ptr,
@@ -176,6 +207,7 @@ def _decode_raw_kernel(
     M,
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
+    HAS_MARK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -205,6 +237,7 @@ def _decode_raw_kernel(
         index = value.to(tl.int64) + start
         status = status | tl.max(tl.where(used & (index >= limit), 4, 0), axis=1)
         tl.store(p_index + place, tl.where(used, index.to(tl.int32), -1), mask=live & (place < M))
+    status = status | _other_windows(mark_ptr, seen_ptr, HAS_MARK)
     count = _finish(p_index, status, count, live, K, M, ROWS, BLOCK)
     tl.store(count_ptr + rows, count, mask=live)
     tl.store(status_ptr + rows, status[:, None], mask=live)
@@ -214,6 +247,7 @@ def launch_decode(
     words: torch.Tensor,
     start: torch.Tensor | None,
     end: torch.Tensor | None,
+    fingerprints: tuple[torch.Tensor, torch.Tensor] | None,
     num_keys: int,
     top_k: int,
     tiling: Tiling,
@@ -221,7 +255,7 @@ def launch_decode(
     """(indices int32 [T, K], count int32 [T], status int32 [T]) of packed rows ``words`` int32 [T, words].
 
     ``start`` must be the windows' starts that the rows were packed with. With ``end``, an index at or beyond
-    its row's end is corrupt as well.
+    its row's end is corrupt as well. ``fingerprints`` are those of the windows then and now, int64 [1] each.
     """
     T = words.shape[0]
     layout = RowLayout(num_keys, top_k)
@@ -230,9 +264,15 @@ def launch_decode(
     if T == 0:
         return indices, count, status
     M = layout.places
-    tensors = (words, words if start is None else start, words if end is None else end, indices, count, status)
+    marks = fingerprints or (words, words)
+    windows = [words if each is None else each for each in (start, end)]
+    tensors = (words, *windows, *marks, indices, count, status)
     grid = (ceil_div(T, tiling.rows),)
-    windows = {"HAS_START": start is not None, "HAS_END": end is not None}
+    given = {
+        "HAS_START": start is not None,
+        "HAS_END": end is not None,
+        "HAS_MARK": fingerprints is not None,
+    }
     block = tiling.block(max(M, 1))
     if layout.raw:
         _decode_raw_kernel[grid](
@@ -241,25 +281,25 @@ def launch_decode(
             num_keys,
             top_k,
             M,
-            **windows,
+            **given,
             ROWS=tiling.rows,
             BLOCK=block,
             num_warps=tiling.warps,
         )
         return indices, count, status
-    high = next_power_of_2(layout.high_words)
+    upto = words.new_empty((T, layout.high_words))
     _decode_kernel[grid](
         *tensors,
+        upto,
         T,
         num_keys,
         top_k,
         M,
         layout.low_words,
         layout.high_words,
-        **windows,
+        **given,
         LOW_BITS=layout.low_bits,
-        SEARCH=high.bit_length() - 1,
-        HIGH=high,
+        SEARCH=next_power_of_2(layout.high_words).bit_length() - 1,
         ROWS=tiling.rows,
         BLOCK=block,
         num_warps=tiling.warps,

@@ -17,7 +17,8 @@ class Tiling:
 
     @classmethod
     def default(cls, device: torch.device) -> "Tiling":
-        """One row a program on a GPU; many under the interpreter, where a program costs more than its work."""
+        """One row a program on a GPU; many under the interpreter, where a program costs more than its
+        work."""
         return cls(1, 512, 4) if device.type == "cuda" else cls(64, 64, 1)
 
     def block(self, columns: int) -> int:
