@@ -182,7 +182,8 @@ def presets(argv: list[str]) -> int:
         for name in shipped("scenarios"):
             item = load(name)
             tokens = f"{item.batch.sequence_tokens:,}"
-            scenarios.add_row(name, item.model, item.cluster, str(item.gpus), tokens, item.description)
+            where = (item.model_description.name, item.cluster_description.name, str(item.gpus))
+            scenarios.add_row(name, *where, tokens, item.description)
         models = Table("model", "parameters", "active", "layers", "selects", box=None, pad_edge=False)
         for name in shipped("models"):
             model = find(Model, "models", name)
@@ -210,7 +211,7 @@ def presets(argv: list[str]) -> int:
             cluster = find(Cluster, "clusters", name)
             clusters.add_row(
                 name,
-                cluster.gpu,
+                cluster.gpu_description().name,
                 str(cluster.nodes),
                 str(cluster.nics_per_node),
                 f"{cluster.nic_gbit_per_s:g}",

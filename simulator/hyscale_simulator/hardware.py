@@ -80,8 +80,8 @@ class Cluster(Description):
 
     name: str
     source: str
-    gpu: str
-    """Name of a GPU description."""
+    gpu: str | Gpu
+    """Name of a GPU description, or the description itself."""
     nodes: Positive
     gpus_per_node: Positive
     nics_per_node: Positive
@@ -119,4 +119,4 @@ class Cluster(Description):
 
     def gpu_description(self) -> Gpu:
         """The GPU this cluster is built from."""
-        return find(Gpu, "gpus", self.gpu)
+        return find(Gpu, "gpus", self.gpu) if isinstance(self.gpu, str) else self.gpu

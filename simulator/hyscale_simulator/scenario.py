@@ -193,10 +193,10 @@ class Scenario(Description):
     name: str
     description: str = ""
     source: str = ""
-    model: str
-    """Name of a model description, or a .toml file."""
-    cluster: str
-    """Name of a cluster description, or a .toml file."""
+    model: str | Model
+    """Name of a model description, a .toml file, or the description itself."""
+    cluster: str | Cluster
+    """Name of a cluster description, a .toml file, or the description itself."""
     gpus: Positive
     mtp_layers: Count = 0
     """Multi-token-prediction layers that are trained; they sit with the head."""
@@ -213,12 +213,12 @@ class Scenario(Description):
     @cached_property
     def model_description(self) -> Model:
         """The model."""
-        return find(Model, "models", self.model)
+        return find(Model, "models", self.model) if isinstance(self.model, str) else self.model
 
     @cached_property
     def cluster_description(self) -> Cluster:
         """The cluster."""
-        return find(Cluster, "clusters", self.cluster)
+        return find(Cluster, "clusters", self.cluster) if isinstance(self.cluster, str) else self.cluster
 
     @cached_property
     def gpu_description(self) -> Gpu:
@@ -241,9 +241,18 @@ class Scenario(Description):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_(self, **changes: Any) -> "Scenario":
-        """A copy with fields replaced, by dotted path; :class:`DescriptionError` names a bad one."""
+        """A copy with fields replaced, by dotted path; :class:`DescriptionError` names a bad one.
+
+        ``model.``, ``cluster.`` and ``cluster.gpu.`` reach into the descriptions that the scenario names.
+        """
         fields: dict[str, Any] = self.model_dump()
         for path, value in changes.items():
+            if path.startswith("model.") and isinstance(fields["model"], str):
+                fields["model"] = self.model_description.model_dump()
+            if path.startswith("cluster.") and isinstance(fields["cluster"], str):
+                fields["cluster"] = self.cluster_description.model_dump()
+            if path.startswith("cluster.gpu.") and isinstance(fields["cluster"]["gpu"], str):
+                fields["cluster"]["gpu"] = self.gpu_description.model_dump()
             table: Any = fields
             *outer, last = path.split(".")
             for part in outer:
