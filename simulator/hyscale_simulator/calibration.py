@@ -18,8 +18,9 @@ class SustainedTensor(Description):
 
     family: str
     dtype: str
-    roof: Share
     loaded: Share
+    roof: Share | None = None
+    """99th percentile of the shipped table of that family, where there is one."""
     source: str
 
 
@@ -63,7 +64,7 @@ class Calibration(Description):
 
     @property
     def free_constants(self) -> int:
-        """How many numbers could be turned."""
+        """How many numbers could be turned (a roof is read off a table)."""
         return len(self.sustained_tensor) + len(self.assumed) + 2
 
     def tensor(self, family: str, dtype: str) -> SustainedTensor:

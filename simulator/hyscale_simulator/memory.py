@@ -124,24 +124,25 @@ def kept_bytes(rank: Rank, kind: LayerKind) -> float:
     """What one layer keeps of one microbatch from its forward to its backward pass."""
     if kind.recomputed:
         return 2.0 * rank.rows * rank.scenario.model_description.hidden
-    core = rank.scenario.recompute.policy != "selective"
-    return activation_bytes(rank, kind, core=core)
+    return activation_bytes(rank, kind)
 
 
-def activation_bytes(rank: Rank, kind: LayerKind, *, core: bool = True) -> float:
-    """All that a layer's backward pass needs; without the attention core's own if ``core`` is false."""
-    return sum(size for _, size in _layer_items(rank, kind, core))
+def activation_bytes(rank: Rank, kind: LayerKind) -> float:
+    """All that a layer's backward pass needs, without what selective recomputation repeats."""
+    return sum(size for _, size in _layer_items(rank, kind))
 
 
-def _layer_items(rank: Rank, kind: LayerKind, core: bool) -> Iterator[tuple[str, float]]:
+def _layer_items(rank: Rank, kind: LayerKind) -> Iterator[tuple[str, float]]:
     scenario = rank.scenario
+    repeats = scenario.recompute.repeats
     model, cut = scenario.model_description, rank.plan
     rows, tokens, hidden = rank.rows, rank.tokens, model.hidden
     mask = 1.0 if scenario.kernels.dropout else 0.0
     operand = 1.0 if rank.linear_dtype == "fp8" else 2.0  # what a product keeps of its input
     yield "norm inputs", 2 * 2.0 * rows * hidden
     yield "residual masks", 2 * mask * rows * hidden
-    yield "attention input", operand * rows * hidden
+    if not repeats("layernorm"):
+        yield "attention and feed-forward inputs", 2 * operand * rows * hidden
     attention = model.attention
     heads = attention.heads // cut.tensor
     if isinstance(attention, Grouped):
@@ -153,20 +154,11 @@ def _layer_items(rank: Rank, kind: LayerKind, core: bool) -> Iterator[tuple[str,
             2.0 * tokens * (attention.q_rank + attention.kv_width)
             + operand * tokens * (attention.q_rank + attention.kv_rank),
         )
-        absorbed = model.indexer is not None
-        yield (
-            "q, k, v",
-            2.0
-            * tokens
-            * heads
-            * (
-                attention.qk_dim + attention.kv_width
-                if absorbed
-                else 2 * attention.qk_dim + attention.value_dim
-            ),
-        )
-        if absorbed:
+        if model.indexer is not None:  # absorbed
+            yield "queries", 2.0 * tokens * heads * (attention.qk_dim + attention.kv_width)
             yield "latent output", 2.0 * tokens * heads * attention.kv_rank
+        elif not repeats("mla_up_proj"):
+            yield "q, k, v", 2.0 * tokens * heads * (2 * attention.qk_dim + attention.value_dim)
     yield (
         "attention output",
         (2.0 if scenario.kernels.attention == "flash" else operand) * tokens * heads * (attention.value_dim),
@@ -175,23 +167,24 @@ def _layer_items(rank: Rank, kind: LayerKind, core: bool) -> Iterator[tuple[str,
         indexer = model.indexer
         yield "index", tokens * (2.0 * indexer.heads * indexer.head_dim + 2.0 * indexer.head_dim)
         yield "indices", 8.0 * tokens * min(indexer.top_k, scenario.batch.sequence_tokens)
-    if core and scenario.kernels.attention == "unfused":
+    if not repeats("core_attn") and scenario.kernels.attention == "unfused":
         table = scenario.batch.sequences_per_microbatch * heads * scenario.batch.sequence_tokens**2
         yield "attention table", (2.0 + 3 * mask) * table
     elif scenario.kernels.attention == "flash":
         yield "softmax statistics", 4.0 * tokens * heads
-    yield "feed-forward input", operand * rows * hidden
     if kind.experts and model.experts is not None:
         copies = expert_tokens(rank, model.experts, slowest=True) * (model.experts.experts // cut.expert)
         ups = model.matrices - 1
         yield "expert inputs", operand * copies * hidden
-        yield "expert inner", copies * model.experts.width * (2.0 * ups + operand)
-        yield "expert outputs", 2.0 * copies * hidden
+        # Router weights multiply the activation, so what leaves the experts need not be kept.
+        kept = operand * ups if repeats("activation") else 2.0 * ups + operand
+        yield "expert inner", copies * model.experts.width * kept
         shared = model.experts.shared_experts * model.experts.width // cut.tensor
         yield "shared inner", tokens * shared * (2.0 * ups + operand)
     else:
         part = model.feed_forward // cut.tensor
-        yield "inner", tokens * part * (2.0 * (model.matrices - 1) + operand)
+        kept = 0.0 if repeats("activation") else operand
+        yield "inner", tokens * part * (2.0 * (model.matrices - 1) + kept)
 
 
 def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:

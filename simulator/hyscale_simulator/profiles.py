@@ -72,7 +72,7 @@ class Table:
                     f"needed: {', '.join(self.axes)}"
                 )
             rows.setdefault(tuple(shape[axis] for axis in self.axes), point)
-        self._rows = rows
+        self.rows = rows
         self._grid = _grid(sorted(rows), 0, rows)
         self._coordinates = [sorted({row[axis] for row in rows}) for axis in range(len(self.axes))]
 
@@ -114,7 +114,7 @@ class Table:
             if not exact and (at == 0 or (at == len(line) and self.axes[axis] not in self.additive)):
                 edge = line[min(at, len(line) - 1)]
                 stretch = max(stretch, max(x, edge) / max(min(x, edge), 1))
-        found = [self._rows[place] for place in _crossing(held, near) if place in self._rows]
+        found = [self.rows[place] for place in _crossing(held, near) if place in self.rows]
         if not found:  # a hole in the grid
             ratio, far, point = self._ratio(self._grid, position, 0)
             return ratio, max(stretch, far), point
@@ -155,7 +155,7 @@ class Table:
         Shapes at the end of their line, which would be extrapolated, are not counted.
         """
         errors = []
-        for position, point in self._rows.items():
+        for position, point in self.rows.items():
             estimate = self._predict_without(position)
             if estimate is not None:
                 assert point.median_us is not None
@@ -164,7 +164,7 @@ class Table:
 
     def _predict_without(self, position: tuple[int, ...]) -> float | None:
         """Predict a measured position as if it were not there; None at the end of its lines."""
-        target = self._rows[position]
+        target = self.rows[position]
         call = Kernel(target.op, target.dtype, target.shape)
         for axis in reversed(range(len(self.axes))):
             line = self._line(position, axis)
@@ -177,7 +177,7 @@ class Table:
             x0, x, x1 = (space(max(v, 1)) for v in line[at - 1 : at + 2])
             weight = (x - x0) / (x1 - x0)
             low, high = (
-                math.log(self._ratio(self._rows[(*position[:axis], v, *position[axis + 1 :])], (), 0)[0])
+                math.log(self._ratio(self.rows[(*position[:axis], v, *position[axis + 1 :])], (), 0)[0])
                 for v in (line[at - 1], line[at + 1])
             )
             return math.exp((1 - weight) * low + weight * high) * floor_us(call, self.gpu)
@@ -186,7 +186,7 @@ class Table:
     def _line(self, position: tuple[int, ...], axis: int) -> list[int]:
         if not hasattr(self, "_lines"):
             self._lines: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-            for row in sorted(self._rows):
+            for row in sorted(self.rows):
                 for i in range(len(row)):
                     self._lines.setdefault((i, (*row[:i], *row[i + 1 :])), []).append(row[i])
         return self._lines[(axis, (*position[:axis], *position[axis + 1 :]))]

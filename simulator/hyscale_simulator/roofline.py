@@ -34,7 +34,7 @@ def _fraction(gpu: Gpu, dtype: str, loaded: bool) -> float:
     if dtype == "fp32":
         return 1.0
     entry = calibration().tensor(gpu.family, dtype)
-    return entry.loaded if loaded else entry.roof
+    return entry.loaded if loaded or entry.roof is None else entry.roof
 
 
 def last_wave(call: Kernel, gpu: Gpu) -> float:

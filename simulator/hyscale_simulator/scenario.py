@@ -118,11 +118,18 @@ class Recompute(Description):
     """What is computed again in the backward pass."""
 
     policy: Literal["none", "selective", "full"] = "full"
-    """selective: the attention core alone (scores, softmax, dropout, and the product with V)."""
+    """selective: only ``modules``."""
+    modules: tuple[Literal["core_attn", "layernorm", "mla_up_proj", "activation"], ...] = ("core_attn",)
+    """What selective recomputation repeats: the attention core (scores, softmax, dropout, PV), the norms,
+    latent attention's up projections, the feed-forward's activation function."""
     layers_fraction: Fraction = 1.0
     """Share of the layers it applies to."""
     replay: bool = False
     """The forward's selection is kept and reused, so that recomputation does not select again."""
+
+    def repeats(self, module: str) -> bool:
+        """Whether the backward pass repeats that module alone."""
+        return self.policy == "selective" and module in self.modules
 
     @model_validator(mode="after")
     def _replay_needs_full(self) -> Self:

@@ -41,22 +41,28 @@ def attention(rank: Rank, *, selects: bool, again: bool, trains: bool) -> list[I
     return [norm(rank, "attention.norm"), *inside, residual(rank, "attention.residual")]
 
 
-def attention_backward(rank: Rank, *, selects: bool, core_again: bool) -> list[Item]:
-    """Gradients of :func:`attention`; ``core_again`` recomputes the core first (selective recomputation)."""
+def attention_backward(rank: Rank, *, selects: bool) -> list[Item]:
+    """Gradients of :func:`attention`, with what selective recomputation repeats."""
     model = rank.scenario.model_description
     if isinstance(model.attention, Grouped):
-        inside = _grouped_backward(rank, model.attention, core_again)
+        inside = _grouped_backward(rank, model.attention)
     elif model.indexer is not None and (selects or not model.indexer.dense_ratio):
         inside = _sparse_backward(rank, model.attention, selects)
     else:
-        inside = _latent_backward(rank, model.attention, core_again)
-    return [residual(rank, "attention.residual", True), *inside, norm(rank, "attention.norm", True)]
+        inside = _latent_backward(rank, model.attention)
+    return [residual(rank, "attention.residual", True), *inside, *norm_backward(rank, "attention.norm")]
 
 
 def norm(rank: Rank, name: str, backward: bool = False) -> Compute:
     """The layer's normalisation."""
     model = rank.scenario.model_description
     return stream(name, f"{model.norm}{'_bwd' if backward else ''}", rank.rows, model.hidden)
+
+
+def norm_backward(rank: Rank, name: str) -> list[Item]:
+    """Its gradient, after the norm itself where that is repeated."""
+    again = [norm(rank, f"{name}.again")] if rank.scenario.recompute.repeats("layernorm") else []
+    return [*again, norm(rank, name, True)]
 
 
 def residual(rank: Rank, name: str, backward: bool = False) -> Compute:
@@ -85,14 +91,14 @@ def _grouped(rank: Rank, shape: Grouped) -> list[Item]:
     ]
 
 
-def _grouped_backward(rank: Rank, shape: Grouped, core_again: bool) -> list[Item]:
+def _grouped_backward(rank: Rank, shape: Grouped) -> list[Item]:
     tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, kv = shape.heads // tensor, max(shape.kv_heads // tensor, 1)
     width = (heads + 2 * kv) * shape.head_dim
     return [
         *row_backward(rank, "out", PROJECTIONS, hidden, heads * shape.head_dim),
         *_exchange_out(rank, heads * shape.head_dim),
-        *(_core(rank, heads, kv, shape.head_dim, shape.head_dim) if core_again else []),
+        *(_core(rank, heads, kv, shape.head_dim, shape.head_dim) if _repeats_core(rank) else []),
         *_exchange(rank, 2 * kv * shape.head_dim, width, "core.bwd"),
         *_core_backward(rank, heads, kv, shape.head_dim, shape.head_dim),
         *_exchange_back(rank, 2 * kv * shape.head_dim, width),
@@ -112,14 +118,11 @@ def _positions(rank: Rank, width: int) -> list[Item]:
 
 
 def _latent(rank: Rank, shape: Latent) -> list[Item]:
-    tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
-    heads, dtype = shape.heads // tensor, rank.linear_dtype
-    expanded = heads * (shape.nope_dim + shape.value_dim)
+    tensor, hidden = rank.plan.tensor, rank.scenario.model_description.hidden
+    heads = shape.heads // tensor
     return [
         *_down(rank, shape),
-        *linear("q_up", PROJECTIONS, tokens, heads * shape.qk_dim, shape.q_rank, dtype),
-        *linear("kv_up", PROJECTIONS, tokens, expanded, shape.kv_rank, dtype),
-        stream("rope", "rope", tokens, heads * 2 * shape.qk_dim),
+        *_expand(rank, shape, heads),
         *_exchange(rank, shape.kv_width, heads * (2 * shape.qk_dim + shape.value_dim), "core"),
         *_core(rank, heads, heads, shape.qk_dim, shape.value_dim),
         *_exchange_out(rank, heads * shape.value_dim),
@@ -127,7 +130,22 @@ def _latent(rank: Rank, shape: Latent) -> list[Item]:
     ]
 
 
-def _latent_backward(rank: Rank, shape: Latent, core_again: bool) -> list[Item]:
+def _expand(rank: Rank, shape: Latent, heads: int) -> list[Item]:
+    """Queries, keys and values of every head, from the latents."""
+    tokens, dtype = rank.tokens, rank.linear_dtype
+    expanded = heads * (shape.nope_dim + shape.value_dim)
+    return [
+        *linear("q_up", PROJECTIONS, tokens, heads * shape.qk_dim, shape.q_rank, dtype),
+        *linear("kv_up", PROJECTIONS, tokens, expanded, shape.kv_rank, dtype),
+        stream("rope", "rope", tokens, heads * 2 * shape.qk_dim),
+    ]
+
+
+def _repeats_core(rank: Rank) -> bool:
+    return rank.scenario.recompute.repeats("core_attn")
+
+
+def _latent_backward(rank: Rank, shape: Latent) -> list[Item]:
     tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, dtype = shape.heads // tensor, rank.linear_dtype
     expanded = heads * (shape.nope_dim + shape.value_dim)
@@ -136,7 +154,8 @@ def _latent_backward(rank: Rank, shape: Latent, core_again: bool) -> list[Item]:
     return [
         *row_backward(rank, "out", PROJECTIONS, hidden, heads * shape.value_dim),
         *_exchange_out(rank, heads * shape.value_dim),
-        *(_core(rank, heads, heads, shape.qk_dim, shape.value_dim) if core_again else []),
+        *(_expand(rank, shape, heads) if rank.scenario.recompute.repeats("mla_up_proj") else []),
+        *(_core(rank, heads, heads, shape.qk_dim, shape.value_dim) if _repeats_core(rank) else []),
         *_exchange(rank, shape.kv_width, heads * (2 * shape.qk_dim + shape.value_dim), "core.bwd"),
         *_core_backward(rank, heads, heads, shape.qk_dim, shape.value_dim),
         *_exchange_back(rank, shape.kv_width, heads * (2 * shape.qk_dim + shape.value_dim)),

@@ -2,7 +2,7 @@
 
 from hyscale_simulator.kernels import BYTES, kernel
 from hyscale_simulator.model import Experts
-from hyscale_simulator.work.attention import norm, residual
+from hyscale_simulator.work.attention import norm, norm_backward, residual
 from hyscale_simulator.work.items import (
     Communicate,
     Compute,
@@ -34,7 +34,7 @@ def feed_forward_backward(rank: Rank, *, experts: bool) -> list[Item]:
         inside = _routed_backward(rank, model.experts)
     else:
         inside = _dense_backward(rank, model.feed_forward)
-    return [residual(rank, "feed_forward.residual", True), *inside, norm(rank, "feed_forward.norm", True)]
+    return [residual(rank, "feed_forward.residual", True), *inside, *norm_backward(rank, "feed_forward.norm")]
 
 
 def expert_tokens(rank: Rank, experts: Experts, *, slowest: bool) -> int:
@@ -61,7 +61,9 @@ def _dense(rank: Rank, width: int) -> list[Item]:
 def _dense_backward(rank: Rank, width: int) -> list[Item]:
     model, tensor = rank.scenario.model_description, rank.plan.tensor
     part, ups = max(width // tensor, 1), model.matrices - 1
+    repeats = rank.scenario.recompute.repeats("activation")
     return [
+        *([_activation(rank, "activation", rank.tokens, part)] if repeats else []),
         *row_backward(rank, "down", DENSE, model.hidden, part),
         _activation(rank, "activation", rank.tokens, part, True),
         *column_backward(rank, "up", DENSE, ups * part, model.hidden),
@@ -95,6 +97,11 @@ def _routed_backward(rank: Rank, experts: Experts) -> list[Item]:
         *(_dense_backward(rank, shared) if shared else []),
         stream("unpermute", "permute", rank.rows * experts.top_k, model.hidden, EXPERTS),
         _exchange(rank, "combine.bwd", "dispatch"),
+        *(
+            [_expert_activation(rank, experts, False)]
+            if rank.scenario.recompute.repeats("activation")
+            else []
+        ),
         *_grouped_backward(rank, "experts.down", experts, model.hidden, experts.width),
         _expert_activation(rank, experts, True),
         *_grouped_backward(rank, "experts.up", experts, ups, model.hidden),

@@ -42,9 +42,8 @@ def backward(rank: Rank, kind: LayerKind) -> list[Item]:
     items: list[Item] = []
     if kind.recomputed:
         items += in_phase(_forward(rank, kind, again=True, trains=True), "recompute")
-    core_again = rank.scenario.recompute.policy == "selective"
     items += in_phase(feed_forward_backward(rank, experts=kind.experts), "backward")
-    items += in_phase(attention_backward(rank, selects=kind.selects, core_again=core_again), "backward")
+    items += in_phase(attention_backward(rank, selects=kind.selects), "backward")
     return items
 
 

@@ -1,0 +1,217 @@
+"""Prices: measured points exactly, interpolation and projection as stated, and never a silent default."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyscale_ref.profile import ProfileError, ProfilePoint, as_shape, write_profile
+from hyscale_simulator import durations
+from hyscale_simulator.descriptions import DescriptionError, find, shipped
+from hyscale_simulator.durations import MissingProfileError, Prices
+from hyscale_simulator.hardware import Gpu
+from hyscale_simulator.kernels import Op, kernel
+from hyscale_simulator.profiles import Profiles, load_profiles
+from hyscale_simulator.roofline import floor_us, project_us, terms_us
+from hyscale_simulator.validation import compare_kernels
+
+GPUS = [find(Gpu, "gpus", name) for name in shipped("gpus")]
+H200, H100, H20 = (find(Gpu, "gpus", name) for name in ("h200", "h100", "h20"))
+
+
+def point(
+    us: float, op: str = "index_scores", who: str = "mine", regime: str = "", **shape: int
+) -> ProfilePoint:
+    return ProfilePoint(
+        op=op,
+        implementation=who,
+        dtype="fp8",
+        shape=as_shape(shape),
+        device=H200.device,
+        median_us=us,
+        regime=regime,
+    )
+
+
+def scores(rows: int, keys: int, us: float) -> ProfilePoint:
+    return point(us, rows=rows, keys=keys, heads=32, dim=128)
+
+
+def test_every_shipped_point_comes_back_exactly() -> None:
+    profiles = load_profiles()
+    for table in profiles.tables():
+        prices = Prices(profiles, table.gpu)
+        measured = list(table.points.values())
+        for item in measured[:: max(len(measured) // 50, 1)]:
+            call = kernel(item.op, item.dtype, item.implementation, item.regime, **dict(item.shape))
+            found = prices(call)
+            assert (found.us, found.how) == (item.median_us, "measured")
+
+
+def test_interpolation_follows_the_work_between_points() -> None:
+    """At constant utilisation, the interpolated time is the work's; in between, monotone."""
+    profiles = Profiles([scores(4096, 65536, 2400.0), scores(4096, 262144, 9593.0)], GPUS)
+    prices = Prices(profiles, H200)
+    middle = prices(kernel("index_scores", "fp8", rows=4096, keys=131072, heads=32, dim=128))
+    assert middle.how == "interpolated"
+    assert middle.us == pytest.approx(4797.0, rel=2e-3)
+
+
+@given(low=st.floats(0.5, 2.0), high=st.floats(0.5, 2.0), keys=st.integers(65537, 262143))
+def test_interpolated_utilisation_stays_between_its_ends(low: float, high: float, keys: int) -> None:
+    ends = [scores(4096, 65536, 2400.0 * low), scores(4096, 262144, 9600.0 * high)]
+    prices = Prices(Profiles(ends, GPUS), H200)
+    call = kernel("index_scores", "fp8", rows=4096, keys=keys, heads=32, dim=128)
+    ratio = prices(call).us / floor_us(call, H200)
+    ratios = sorted(
+        item.median_us / floor_us(kernel(item.op, item.dtype, **dict(item.shape)), H200)
+        for item in ends
+        if item.median_us
+    )
+    assert ratios[0] * (1 - 1e-9) <= ratio <= ratios[1] * (1 + 1e-9)
+
+
+def test_extrapolation_holds_utilisation_and_warns_beyond_twice() -> None:
+    prices = Prices(Profiles([scores(4096, 65536, 2400.0)], GPUS), H200)
+    near = prices(kernel("index_scores", "fp8", rows=4096, keys=131072, heads=32, dim=128))
+    far = prices(kernel("index_scores", "fp8", rows=4096, keys=1048576, heads=32, dim=128))
+    assert near.warning == ""
+    assert "extrapolated 16x" in far.warning
+    assert far.uncertainty > near.uncertainty
+    assert far.us == pytest.approx(16 * 2400.0, rel=5e-3)
+
+
+def test_more_rows_are_no_extrapolation_but_fewer_are() -> None:
+    prices = Prices(Profiles([scores(4096, 65536, 2400.0)], GPUS), H200)
+    assert not prices(kernel("index_scores", "fp8", rows=65536, keys=65536, heads=32, dim=128)).warning
+    assert prices(kernel("index_scores", "fp8", rows=512, keys=65536, heads=32, dim=128)).warning
+
+
+def test_users_points_go_first(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    mine = replace(scores(4096, 65536, 1234.5), implementation="deepgemm")
+    write_profile(path, [mine])
+    call = kernel("index_scores", "fp8", rows=4096, keys=65536, heads=32, dim=128)
+    assert Prices(load_profiles((str(path),)), H200)(call).us == 1234.5
+    assert Prices(load_profiles(), H200)(call).us == 2410.0
+
+
+def test_a_wanted_implementation_is_used_or_its_stand_in_named() -> None:
+    points = [scores(4096, 65536, 2400.0), replace(scores(4096, 65536, 3600.0), implementation="other")]
+    prices = Prices(Profiles(points, GPUS), H200)
+    shape = {"rows": 4096, "keys": 65536, "heads": 32, "dim": 128}
+    assert prices(kernel("index_scores", "fp8", "other", **shape)).us == 3600.0
+    stand_in = prices(kernel("index_scores", "fp8", "cudnn", **shape))
+    assert stand_in.us == 2400.0
+    assert "no profile of cudnn, mine's is used" in stand_in.warning
+
+
+def test_an_unknown_device_or_incomplete_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DescriptionError, match="profile of device 'NVIDIA X100'"):
+        Profiles([replace(scores(1, 1, 1.0), device="NVIDIA X100")], GPUS)
+    prices = Prices(Profiles([point(1.0, rows=4, keys=4)], GPUS), H200)
+    with pytest.raises(DescriptionError, match="shape has no 'heads'"):
+        prices(kernel("index_scores", "fp8", rows=4, keys=4, heads=32, dim=128))
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"schema":1}\n{"op":')
+    with pytest.raises(ProfileError, match=r"broken\.jsonl:2: not JSON"):
+        load_profiles((str(path),))
+
+
+def test_an_op_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = dict(durations.OPS)
+    ops["gemm"] = Op(ops["gemm"].cost, ops["gemm"].axes)
+    monkeypatch.setattr(durations, "OPS", ops)
+    prices = Prices(Profiles([], GPUS), H200)
+    with pytest.raises(MissingProfileError, match=r"gemm \(bf16, H200 SXM\): neither measured nor assumed"):
+        prices(kernel("gemm", "bf16", m=64, n=64, k=64))
+
+
+def test_projection_to_the_same_gpu_under_the_same_load_changes_little() -> None:
+    call = kernel("index_scores", "fp8", rows=4096, keys=65536, heads=32, dim=128)
+    assert project_us(2410.0, call, H200, H200) == pytest.approx(2410.0, rel=0.05)
+
+
+@given(
+    flops=st.sampled_from([(4096, 65536), (512, 4096), (16384, 524288)]),
+    slower=st.floats(1.0, 4.0),
+    faster=st.floats(1.1, 4.0),
+)
+def test_a_better_gpu_is_never_slower(flops: tuple[int, int], slower: float, faster: float) -> None:
+    rows, keys = flops
+    call = kernel("index_scores", "fp8", rows=rows, keys=keys, heads=32, dim=128)
+    measured = floor_us(call, H200) * slower
+    better = H20.model_copy(
+        update={
+            "memory_tb_per_s": H20.memory_tb_per_s * faster,
+            "vector_fp32_tflops": H20.vector_fp32_tflops * faster,
+            "sustained_tensor_fraction": 1.0,
+        }
+    )
+    assert project_us(measured, call, H200, better) <= project_us(measured, call, H200, H20) * (1 + 1e-12)
+
+
+def test_projection_keeps_the_terms_apart() -> None:
+    """A memory-bound kernel follows bandwidth (4.0 against 4.8 TB/s), a tensor-bound one the tensor rate."""
+    select = kernel("index_select", "fp32", rows=4096, keys=262144, top_k=2048)
+    assert terms_us(select, H200)[2] == max(terms_us(select, H200))
+    assert project_us(3370.0, select, H200, H20) / 3370.0 == pytest.approx(4.8 / 4.0, rel=0.02)
+    gemm = kernel("gemm", "bf16", m=8192, n=8192, k=8192)
+    ratio = project_us(floor_us(gemm, H200), gemm, H200, H20) / floor_us(gemm, H200)
+    assert ratio == pytest.approx(989 * 0.807 / (148 * 0.95), rel=0.05)
+
+
+def test_hytopk_is_the_sum_of_its_stages_until_the_whole_is_measured() -> None:
+    shape = {"rows": 4096, "keys": 65536, "heads": 32, "dim": 128, "top_k": 2048}
+    call = kernel("hytopk", "fp8", **shape)
+    profiles = load_profiles()
+    if any(table.op == "hytopk" for table in profiles.tables()):
+        assert Prices(profiles, H200)(call).how in ("measured", "interpolated")
+    stages = [p for t in profiles.tables() if t.op != "hytopk" for p in t.points.values() if t.op != "gemm"]
+    prices = Prices(Profiles(stages, GPUS), H200)
+    from hyscale_simulator.kernels import OPS
+
+    parts = OPS["hytopk"].parts
+    assert parts is not None
+    whole = prices(call)
+    assert whole.us == pytest.approx(sum(prices(part).us for part in parts(call)))
+    assert sum(us for _, us in whole.parts) == pytest.approx(whole.us)
+
+
+def test_provenance_is_ordered_and_uncertain_in_that_order() -> None:
+    profiles = load_profiles()
+    exact = Prices(profiles, H200)(kernel("gemm", "bf16", m=8192, n=6144, k=6144))
+    between = Prices(profiles, H200)(kernel("gemm", "bf16", m=8192, n=6200, k=6144))
+    carried = Prices(profiles, H20)(kernel("gemm", "bf16", m=8192, n=6144, k=6144))
+    assumed = Prices(profiles, H20)(
+        kernel("sparse_attention_bwd", "bf16", rows=4096, heads=64, qk_dim=576, v_dim=512, top_k=2048)
+    )
+    assert [d.how for d in (exact, between, carried)] == ["measured", "interpolated", "projected"]
+    assert assumed.how in ("assumed", "projected")
+    assert exact.uncertainty < between.uncertainty < carried.uncertainty < 0.5
+    assert all(d.source for d in (exact, between, carried, assumed))
+
+
+def test_an_empty_call_takes_no_time() -> None:
+    assert Prices(load_profiles(), H20)(kernel("gemm", "bf16", m=0, n=64, k=64)).us == 0
+
+
+def test_held_out_shapes_are_predicted() -> None:
+    """Median within 6 % and 90 % within 20 %, over all points of each op."""
+    errors: dict[str, list[float]] = {}
+    for table in load_profiles().tables():
+        errors.setdefault(table.op, []).extend(abs(error) for _, error in table.held_out())
+    checked = {op: found for op, found in errors.items() if len(found) >= 20}
+    assert {"gemm", "index_scores", "index_select"} <= checked.keys()
+    for op, found in checked.items():
+        median, p90 = np.quantile(found, [0.5, 0.9])
+        assert median <= 0.06, op
+        assert p90 <= 0.20, op
+
+
+def test_public_h20_kernels_are_projected_within_fifteen_percent() -> None:
+    for figure in compare_kernels():
+        assert abs(figure.error_pct) <= 15, figure
