@@ -31,8 +31,9 @@ class Block:
     """One pass of one layer (or several, joined).
 
     ns: from start to end.  parts: nanoseconds by "phase/kind", adding up to ``ns`` exactly.
-    known: nanoseconds of kernels and exposed communication by how they are known.  sigma: one standard
-    error, in ns, by op.  compute_ns, expert_ns: busy time of the kernels, and of the expert exchange.
+    known: nanoseconds of kernels and exposed communication by how they are known.  ops, sigma: nanoseconds
+    of kernels by op, and one standard error of them.  compute_ns, expert_ns: busy time of the kernels, and of
+    the expert exchange.
     """
 
     ns: int
@@ -43,6 +44,7 @@ class Block:
     compute_ns: int = 0
     expert_ns: int = 0
     flops: float = 0.0
+    ops: tuple[tuple[str, int], ...] = ()
     graph: Graph | None = field(default=None, compare=False, repr=False)
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
@@ -56,6 +58,7 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
     known: dict[How, int] = {}
     sigma: dict[str, float] = {}
     warnings: dict[str, None] = {}
+    ops: dict[str, int] = {}
     ns = compute = expert = 0
     flops = 0.0
     for block, count in blocks:
@@ -69,6 +72,8 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
             known[how] = known.get(how, 0) + spent * count
         for op, error in block.sigma:
             sigma[op] = sigma.get(op, 0.0) + error * count
+        for op, spent in block.ops:
+            ops[op] = ops.get(op, 0) + spent * count
         warnings.update(dict.fromkeys(block.warnings))
     return Block(
         ns,
@@ -79,6 +84,7 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
         compute,
         expert,
         flops,
+        tuple(ops.items()),
     )
 
 
@@ -147,6 +153,7 @@ class Pricing:
         known: dict[How, int] = dict.fromkeys(HOWS, 0)
         sigma: dict[str, float] = {}
         warnings: dict[str, None] = {}
+        ops: dict[str, int] = {}
         compute = expert = 0
         flops = 0.0
         for item in items:
@@ -156,6 +163,7 @@ class Pricing:
                 for how, us in duration.parts or ((duration.how, duration.us),):
                     known[how] += round(ns * us / duration.us) if duration.us else 0
                 compute += ns
+                ops[item.call.op] = ops.get(item.call.op, 0) + ns
                 sigma[item.call.op] = sigma.get(item.call.op, 0.0) + ns * duration.uncertainty
                 if duration.warning:
                     warnings[duration.warning] = None
@@ -174,6 +182,7 @@ class Pricing:
             compute,
             expert,
             flops,
+            tuple(ops.items()),
             graph,
             timeline,
         )
