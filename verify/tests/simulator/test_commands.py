@@ -1,0 +1,121 @@
+"""The commands: schemas, exit codes, and one message for each mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hyscale_simulator.commands import presets, setting, simulate, validate
+from hyscale_simulator.descriptions import DescriptionError
+
+PRESET = ["--preset", "glm-5.1-1m-512xh20"]
+
+
+def test_simulate_writes_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.json"
+    assert simulate([*PRESET, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["schema"] == 1
+    assert {"scenario_hash", "step_time_s", "tokens_per_s_per_gpu", "mfu", "breakdown", "critical_path",
+            "memory", "provenance", "uncertainty", "warnings"} <= record.keys()  # fmt: skip
+    assert sum(part["seconds"] for part in record["breakdown"]) == pytest.approx(record["step_time_s"])
+    assert record["memory"].keys() >= {"peak_gib", "capacity_gib", "fits", "items"}
+    assert record["provenance"].keys() == {"measured", "interpolated", "projected", "assumed"}
+    assert record["uncertainty"]["low_s"] < record["step_time_s"] < record["uncertainty"]["high_s"]
+    printed = capsys.readouterr().out
+    assert "tokens/s/GPU" in printed
+    assert "selection" in printed
+    assert "fits" in printed
+
+
+def test_simulate_takes_a_file_changes_and_writes_a_trace(tmp_path: Path) -> None:
+    scenario, trace, out = tmp_path / "mine.toml", tmp_path / "trace.json", tmp_path / "out.json"
+    scenario.write_text(
+        'name = "mine"\nmodel = "llama3-8b"\ncluster = "h200-64x8"\ngpus = 8\n'
+        "[batch]\nsequence_tokens = 8192\nsequences_per_step = 16\n"
+    )
+    arguments = [str(scenario), "--set", "layout.tensor_parallel=2", "--set", 'recompute.policy="none"']
+    assert simulate([*arguments, "--trace", str(trace), "--json", str(out), "--engine", "simpy"]) == 0
+    events = json.loads(trace.read_text())
+    assert len(events["traceEvents"] if isinstance(events, dict) else events) > 10
+    assert json.loads(out.read_text())["scenario"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a scenario file or --preset NAME"),
+        ([*PRESET, "mine.toml"], "give a scenario file or --preset NAME"),
+        (["--preset", "glm"], "preset 'glm': not shipped; there are:"),
+        (["mine.yaml"], "ends in .toml"),
+        (["none.toml"], "none.toml: unreadable"),
+        ([*PRESET, "--set", "layout.context_parallel"], "key=value is wanted"),
+        ([*PRESET, "--set", "layout.colour=1"], "layout.colour: no such field"),
+        ([*PRESET, "--set", "gpus=-1"], "gpus = -1"),
+        ([*PRESET, "--set", "gpus=100000"], "gpus = 100000: the cluster"),
+        ([*PRESET, "--profiles", "none.jsonl"], "none.jsonl:1: unreadable"),
+        ([*PRESET, "--engine", "magic"], "--engine 'magic'"),
+        ([*PRESET, "--nonsense"], "No such option"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_unwritable_result_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate([*PRESET, "--json", "/nowhere/step.json"]) == 3
+    assert "/nowhere/step.json" in capsys.readouterr().err
+
+
+def test_help_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(["--help"]) == 0
+    assert "--preset" in capsys.readouterr().out
+
+
+def test_settings_are_toml_values_or_words() -> None:
+    assert setting("gpus=8") == ("gpus", 8)
+    assert setting("layout.stage_layers=[1, 2]") == ("layout.stage_layers", [1, 2])
+    assert setting("recompute.replay=false") == ("recompute.replay", False)
+    assert setting("layout.schedule=1f1b") == ("layout.schedule", "1f1b")
+    with pytest.raises(DescriptionError):
+        setting("=1")
+
+
+def test_presets_lists_everything_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "presets.json"
+    assert presets(["--json", str(path)]) == 0
+    listed = json.loads(path.read_text())
+    assert "glm-5.1-1m-512xh20-baseline" in listed["scenarios"]
+    assert "743,911,199,232" in capsys.readouterr().out
+    assert presets(["--schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["Cluster"]["title"] == "Cluster"
+
+
+def test_validate_prints_held_out_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "holdout.json"
+    assert validate(["--holdout", "--json", str(path)]) == 0
+    assert "index_scores" in capsys.readouterr().out
+    assert all(table["points"] >= 3 for table in json.loads(path.read_text())["tables"])
+
+
+def test_validate_writes_its_schema(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the small sources: the whole set is held to its targets in test_validation."""
+    from hyscale_simulator import validation
+
+    few = tuple(
+        source for source in validation.sources() if len(source.cases) == 5 or "NeMo" in source.source
+    )
+    monkeypatch.setattr(validation, "sources", lambda: few)
+    path = tmp_path / "validate.json"
+    assert validate(["--json", str(path)]) in (0, 1)
+    record = json.loads(path.read_text())
+    assert record["cases"][0].keys() >= {"name", "published", "predicted", "unit", "error_pct"}
+    assert record["summary"].keys() == {"mape_pct", "worst_pct", "bias_pct", "spearman"}
+    assert "rank correlation" in capsys.readouterr().out

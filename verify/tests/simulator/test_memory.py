@@ -1,0 +1,122 @@
+"""Memory against published figures and closed forms."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyscale_simulator.descriptions import find
+from hyscale_simulator.layout import plan
+from hyscale_simulator.memory import activation_bytes, kept_bytes, memory, parameters_of, what_would_fit
+from hyscale_simulator.model import Model
+from hyscale_simulator.scenario import load
+from hyscale_simulator.validation import compare_memory, sources
+from hyscale_simulator.work import Rank, layer_kind
+from hyscale_simulator.work.selection import record_bytes
+
+GLM = load("glm-5.1-1m-512xh20")
+
+
+def test_published_memory_is_met_within_ten_percent() -> None:
+    compared = compare_memory()
+    assert len(compared) >= 10
+    for item in compared:
+        assert abs(item.error_pct) <= 10, item
+
+
+@given(
+    micro=st.sampled_from([1, 2, 4]),
+    length=st.sampled_from([1024, 2048, 4096]),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    split=st.booleans(),
+    core=st.booleans(),
+)
+def test_activations_of_a_gpt_layer_follow_korthikanti(
+    micro: int, length: int, tensor: int, split: bool, core: bool
+) -> None:
+    """s b h (10 + 24/t + 5 a s / (h t)); all of it over t with sequence parallelism."""
+    (source,) = [s for s in sources() if s.source.startswith("Korthikanti")]
+    base = source.scenario_of(source.cases[0])
+    scenario = base.with_(
+        **{
+            "gpus": tensor,
+            "layout.tensor_parallel": tensor,
+            "layout.sequence_parallel": split,
+            "batch.sequence_tokens": length,
+            "batch.sequences_per_step": micro,
+            "batch.sequences_per_microbatch": micro,
+            "recompute.policy": "none" if core else "selective",
+        }
+    )
+    rank = Rank(scenario, plan(scenario))
+    s, b, h, a, t = length, micro, 6144, 64, tensor
+    table = 5 * a * s / h / t if core else 0.0
+    expected = s * b * h * ((34 / t if split else 10 + 24 / t) + table)
+    assert activation_bytes(rank, layer_kind(rank, 3)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["glm-5.1-1m-512xh20", "deepseek-v3-2048xh800", "llama3-405b-8192xh100"])
+def test_parameters_of_all_stages_add_up_to_the_model(name: str) -> None:
+    scenario = load(name).with_(mtp_layers=0)
+    cut = plan(scenario)
+    rank = Rank(scenario, cut)
+    copies = cut.schedule.num_chunks if scenario.layout.schedule == "dualpipe" else 1
+    held = sum(
+        dense * cut.tensor + expert * cut.expert
+        for dense, expert in (parameters_of(rank, stage) for stage in range(cut.pipeline))
+    )
+    model = find(Model, "models", scenario.model)
+    assert held / copies == pytest.approx(model.parameters, rel=1e-6)
+
+
+def test_a_recomputed_layer_keeps_its_input_alone() -> None:
+    rank = Rank(GLM, plan(GLM))
+    assert kept_bytes(rank, layer_kind(rank, 40)) == 2 * 16384 * 6144  # 201 MB
+
+
+def test_selection_records_at_a_million_tokens() -> None:
+    """CP64: 134 MB a layer as int32 indices, 46 MB packed at 11 bits."""
+    packed = Rank(GLM, plan(GLM))
+    raw = Rank(GLM.with_(**{"selection.record": "int32"}), plan(GLM))
+    assert record_bytes(raw) == 16384 * (4 * 2048 + 4)
+    assert record_bytes(packed) / (16384 * 2048) == pytest.approx(11 / 8, rel=0.01)
+
+
+def test_records_on_the_host_take_no_device_memory() -> None:
+    names = [name for name, _ in memory(GLM.with_(**{"offload.selection": True})).items]
+    assert "selection records" not in names
+    assert "selection records" in [name for name, _ in memory(GLM).items]
+
+
+def test_an_unbounded_score_table_does_not_fit_and_is_told_how_to() -> None:
+    table = GLM.with_(
+        **{"selection.table": True, "selection.selector": "torch.topk", "selection.table_rows": 16384}
+    )
+    held = memory(table)
+    assert not held.fits
+    assert held.items[0][0] == "score table"
+    assert held.items[0][1] == 4 * 16384 * 1048576
+    assert what_would_fit(table) == ("bound the score table to 1 GiB (selection.table_rows = 0)",)
+    assert memory(table.with_(**{"selection.table_rows": 0})).fits
+
+
+def test_what_cannot_fit_is_not_promised() -> None:
+    huge = GLM.with_(
+        **{
+            "gpus": 8,
+            "layout.context_parallel": 8,
+            "layout.pipeline_parallel": 1,
+            "layout.expert_parallel": 8,
+        }
+    )
+    assert not memory(huge).fits
+    assert what_would_fit(huge) == ()
+
+
+@given(stage=st.sampled_from([0, 1, 2, 3]))
+def test_zero_shards_what_its_stage_says(stage: int) -> None:
+    scenario = load("llama3-405b-8192xh100").with_(**{"layout.zero_stage": stage})
+    items = dict(memory(scenario).items)
+    whole = dict(memory(scenario.with_(**{"layout.zero_stage": 0})).items)
+    for name, from_stage in (("optimizer", 1), ("gradients", 2), ("weights", 3)):
+        ratio = whole[name] / items[name]
+        assert ratio == pytest.approx(64 if stage >= from_stage else 1)
