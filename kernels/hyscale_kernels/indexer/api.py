@@ -282,8 +282,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], extra: torch.Tensor | None) -> None
 
 
 def _input_gradients(ctx: Any, grad: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
-    """Gradients of q, k, w, q_source, k_source that are asked for; sources follow from input ``first``."""
-    q, k, w, indices, k_scale, q_scale, _ = ctx.saved_tensors
+    """Gradients of q, k, w, q_source, k_source that are asked for; sources follow from input ``first``.
+
+    ``grad`` [T, K] is in the scores, or [T] where those of the loss were kept.
+    """
+    # Once only: under checkpointing, the first look recomputes and the second is refused.
+    q, k, w, indices, k_scale, q_scale, kept = ctx.saved_tensors
+    if kept is not None:
+        grad = kept * grad[:, None]
     need = ctx.needs_input_grad
     want_dk = need[1] or need[first + 1]
     dq, dk, dw = _backward(grad, q, k, w, indices, k_scale, want_dk, ctx.fixed, ctx.plan)
@@ -320,7 +326,7 @@ def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
 
 
 def _loss_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    found = _input_gradients(ctx, ctx.saved_tensors[-1] * grad[:, None], 6)
+    found = _input_gradients(ctx, grad, 6)
     return (
         found.get("q"), found.get("k"), found["w"], None, None, None,
         found.get("q_source"), found.get("k_source"), None, None, None, None, None,
