@@ -1,7 +1,7 @@
 """Which rank holds what: parallel sizes, stages and microbatches, and the rules a layout must obey."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.model import Grouped
@@ -128,7 +128,7 @@ def plan(scenario: Scenario) -> Plan:
                     "a pipeline stage must begin with a layer that selects",
                 )  # fmt: skip
     try:
-        schedule = _schedule(scenario, microbatches)
+        schedule = _schedule(layout.schedule, pipeline, layout.virtual_stages, microbatches)
     except ValueError as error:
         raise LayoutError(
             f"scenario {scenario.name}: layout.schedule = {layout.schedule!r}: {error}"
@@ -218,9 +218,8 @@ def _chunks(scenario: Scenario) -> tuple[range, ...]:
     return tuple(chunks)
 
 
-def _schedule(scenario: Scenario, microbatches: int) -> Schedule:
-    stages, virtual = scenario.layout.pipeline_parallel, scenario.layout.virtual_stages
-    kind = scenario.layout.schedule
+@lru_cache(maxsize=64)
+def _schedule(kind: str, stages: int, virtual: int, microbatches: int) -> Schedule:
     if kind == "gpipe":
         return gpipe(stages, microbatches)
     if kind == "interleaved":
