@@ -15,7 +15,7 @@ from hyscale_simulator.step import StepGraph
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Result"]
+__all__ = ["Result", "compare"]
 
 SCHEMA = 1
 Z_90 = 1.645
@@ -211,6 +211,20 @@ class Result:
             for kind, ns in parts.items()
         ]
         return pd.DataFrame(rows, columns=["stage", "phase", "kind", "seconds"])
+
+
+def compare(*results: Result) -> "pd.DataFrame":
+    """Seconds by kind, one column a result (named by its scenario, numbered where names repeat)."""
+    import pandas as pd
+
+    columns: dict[str, dict[str, float]] = {}
+    for number, result in enumerate(results):
+        name = result.scenario.name
+        columns[name if name not in columns else f"{name} ({number + 1})"] = {
+            **dict(result.breakdown),
+            "step": result.step_time_s,
+        }
+    return pd.DataFrame(columns).fillna(0.0).sort_values(next(iter(columns)), ascending=False)
 
 
 def _tasks_on(timeline: Timeline, stream: int) -> list[int]:

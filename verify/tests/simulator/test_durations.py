@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyscale_ref.profile import ProfileError, ProfilePoint, as_shape, write_profile
-from hyscale_simulator import durations
 from hyscale_simulator.descriptions import DescriptionError, find, shipped
 from hyscale_simulator.durations import MissingProfileError, Prices
 from hyscale_simulator.hardware import Gpu
-from hyscale_simulator.kernels import Op, kernel
+from hyscale_simulator.kernels import OPS, Op, kernel
 from hyscale_simulator.profiles import Profiles, load_profiles
 from hyscale_simulator.roofline import floor_us, project_us, terms_us
 from hyscale_simulator.validation import compare_kernels
@@ -122,9 +121,9 @@ def test_an_unknown_device_or_incomplete_shape_is_refused(tmp_path: Path) -> Non
 
 
 def test_an_op_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = dict(durations.OPS)
+    ops = dict(OPS)
     ops["gemm"] = Op(ops["gemm"].cost, ops["gemm"].axes)
-    monkeypatch.setattr(durations, "OPS", ops)
+    monkeypatch.setattr("hyscale_simulator.durations.OPS", ops)
     prices = Prices(Profiles([], GPUS), H200)
     with pytest.raises(MissingProfileError, match=r"gemm \(bf16, H200 SXM\): neither measured nor assumed"):
         prices(kernel("gemm", "bf16", m=64, n=64, k=64))
@@ -172,8 +171,6 @@ def test_hytopk_is_the_sum_of_its_stages_until_the_whole_is_measured() -> None:
         assert Prices(profiles, H200)(call).how in ("measured", "interpolated")
     stages = [p for t in profiles.tables() if t.op != "hytopk" for p in t.points.values() if t.op != "gemm"]
     prices = Prices(Profiles(stages, GPUS), H200)
-    from hyscale_simulator.kernels import OPS
-
     parts = OPS["hytopk"].parts
     assert parts is not None
     whole = prices(call)

@@ -50,6 +50,10 @@ def reset() -> None:
 
 
 small = st.integers(1, 4)
+DIMENSIONS = (
+    *("m", "n", "k", "groups", "batch", "heads", "kv_heads", "queries", "keys", "rows", "width"),
+    *("dim", "qk_dim", "v_dim", "top_k"),
+)
 
 
 @given(m=small, n=small, k=small)
@@ -183,18 +187,14 @@ def test_bad_kernels_are_refused() -> None:
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_an_empty_call_costs_nothing(op: str) -> None:
-    every = ("m", "n", "k", "groups", "batch", "heads", "kv_heads", "queries", "keys", "rows", "width")
-    every += ("dim", "qk_dim", "v_dim", "top_k")
-    cost = Kernel(op, "bf16", tuple(sorted((name, 0) for name in every))).cost
+    cost = Kernel(op, "bf16", tuple(sorted((name, 0) for name in DIMENSIONS))).cost
     assert (cost.tensor_flops, cost.vector_slots, cost.bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("axis", ["rows", "keys", "queries", "m", "width", "batch"])
 def test_work_never_shrinks_with_size(op: str, axis: str) -> None:
-    every = ("m", "n", "k", "groups", "batch", "heads", "kv_heads", "queries", "keys", "rows", "width")
-    every += ("dim", "qk_dim", "v_dim", "top_k")
-    shape = dict.fromkeys(every, 256)
+    shape = dict.fromkeys(DIMENSIONS, 256)
     small_cost = Kernel(op, "bf16", tuple(sorted(shape.items()))).cost
     large_cost = Kernel(op, "bf16", tuple(sorted((shape | {axis: 512}).items()))).cost
     assert large_cost.tensor_flops >= small_cost.tensor_flops

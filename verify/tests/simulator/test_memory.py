@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyscale_simulator.descriptions import find
 from hyscale_simulator.layout import plan
 from hyscale_simulator.memory import activation_bytes, kept_bytes, memory, parameters_of, what_would_fit
-from hyscale_simulator.model import Model
 from hyscale_simulator.scenario import load
 from hyscale_simulator.validation import compare_memory, sources
 from hyscale_simulator.work import Rank, layer_kind
@@ -64,8 +62,7 @@ def test_parameters_of_all_stages_add_up_to_the_model(name: str) -> None:
         dense * cut.tensor + expert * cut.expert
         for dense, expert in (parameters_of(rank, stage) for stage in range(cut.pipeline))
     )
-    model = find(Model, "models", scenario.model)
-    assert held / copies == pytest.approx(model.parameters, rel=1e-6)
+    assert held / copies == pytest.approx(scenario.model_description.parameters, rel=1e-6)
 
 
 def test_a_recomputed_layer_keeps_its_input_alone() -> None:

@@ -12,6 +12,7 @@ from hyscale_simulator.critical_path import stream_use
 from hyscale_simulator.evaluate import Evaluator, evaluate, evaluator
 from hyscale_simulator.flops import model_flops
 from hyscale_simulator.layout import LayoutError, plan
+from hyscale_simulator.result import compare
 from hyscale_simulator.scenario import Scenario, load, presets
 from hyscale_simulator.work import Rank, backward, forward, layer_kind
 from hyscale_simulator.work.items import Compute
@@ -167,6 +168,14 @@ def test_every_preset_fits_its_gpus_and_evaluates(name: str) -> None:
     assert result.frame()["seconds"].sum() / load(name).layout.pipeline_parallel == pytest.approx(
         result.step_time_s
     )
+
+
+def test_results_compare_side_by_side() -> None:
+    frame = compare(evaluate(GLM), evaluate(BASELINE), evaluate(GLM))
+    assert list(frame.columns) == [GLM.name, BASELINE.name, f"{GLM.name} (3)"]
+    for name, result in zip(frame.columns, (GLM, BASELINE, GLM), strict=True):
+        assert frame.loc["step", name] == evaluate(result).step_time_s
+        assert frame[name].drop("step").sum() == pytest.approx(frame.loc["step", name])
 
 
 def test_evaluation_is_pure() -> None:
