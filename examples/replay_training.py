@@ -3,16 +3,17 @@
     python examples/replay_training.py                # a GPU if there is one, else Triton's interpreter
     python examples/replay_training.py --device cpu
 
-Every layer is checkpointed. Without replay its backward pass selects again; with replay it decodes the record that
-the forward pass kept. The script trains the same model in three ways and shows that losses and gradients are equal
-bit for bit, and how often the selection ran:
+Every layer is checkpointed. Without replay its backward pass selects again; with replay it decodes the record
+that the forward pass kept. The script trains the same model in three ways and shows that losses and gradients
+are equal bit for bit, and how often the selection ran:
 
     twice    torch.utils.checkpoint, hytopk in the layer
     replay   checkpoint_with_replay, replay.select in the layer: two lines differ
-    tape     a SelectionTape with reentrant checkpointing, as frameworks with their own checkpoint functions use it
+    tape     a SelectionTape with reentrant checkpointing, as frameworks with their own checkpoint functions
+    use it
 
-Tokens carry no positions and come from a small vocabulary, so that many keys are equal and the k-th score is tied:
-the case in which a selection without a tie rule differs from pass to pass.
+Tokens carry no positions and come from a small vocabulary, so that many keys are equal and the k-th score is
+tied: the case in which a selection without a tie rule differs from pass to pass.
 
 Shape letters: T tokens (queries and keys), H indexer heads, D indexer head size, K = top_k.
 """
