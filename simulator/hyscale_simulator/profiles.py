@@ -8,7 +8,6 @@ that only follows the work is flat.  Beyond the last point the ratio is held: ut
 import bisect
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,11 @@ from hyscale_simulator.kernels import OPS, Kernel
 from hyscale_simulator.roofline import floor_us
 
 __all__ = ["Lookup", "Profiles", "Table", "load_profiles"]
+
+
+QUANTILE = 0.55
+"""Which of the neighbours' ratios predicts a jagged table's shape.  Slow outliers are more frequent than fast
+ones, so the median is 2 % too fast on average, held out; at this quantile the mean error vanishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Table:
         return Lookup(us, False, stretch, _spread(nearest), _origin(nearest), measured)
 
     def _median(self, position: tuple[int, ...]) -> tuple[float, float, ProfilePoint]:
-        """As :meth:`_ratio`, by the median of the points up to two steps away along each axis.
+        """As :meth:`_ratio`, by (about) the median of the points up to two steps away along each axis.
 
         The other axes are held at the position's coordinate, or at both that enclose it.
         """
@@ -119,8 +123,10 @@ class Table:
             ratio, far, point = self._ratio(self._grid, position, 0)
             return ratio, max(stretch, far), point
         ratios = sorted((self._ratio(point, position, 0)[0], at) for at, point in enumerate(found))
-        ratio = statistics.median(value for value, _ in ratios)
-        return ratio, stretch, found[ratios[len(ratios) // 2][1]]
+        place = QUANTILE * (len(ratios) - 1)
+        low, share = int(place), place % 1
+        ratio = ratios[low][0] * (1 - share) + ratios[min(low + 1, len(ratios) - 1)][0] * share
+        return ratio, stretch, found[ratios[low][1]]
 
     def _ratio(
         self, node: "_Node | ProfilePoint", position: Sequence[int], depth: int
