@@ -134,15 +134,51 @@ def _verify(
 
 
 def _mutants(
+    matrix: Annotated[bool, typer.Option("--matrix", help="Run everything against every bug.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Only this bug; repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    profile: Annotated[str, typer.Option(help="How hard to look: quick, ci or deep.")] = "ci",
+    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
+    jobs: Annotated[int | None, typer.Option(help="Processes. [default: 2 on cpu, 1 on cuda]")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the kill matrix here.")] = None,
 ) -> int:
     """Plant named bugs in the kernel and see which property convicts each."""
-    raise EnvironmentLackingError("not yet")
+    _writable("--json", json)
+    if jobs is not None and jobs < 1:
+        raise typer.BadParameter(f"--jobs: {jobs}; allowed: at least 1")
+    where = _device(device)
+    from hyscale_verify import report, runner
+    from hyscale_verify.mutants import MUTANTS, harness
+
+    _one_of("--profile", profile, runner.PROFILES)
+    _each_of("--only", only or [], [mutant.name for mutant in MUTANTS])
+    plan = runner.Plan("hytopk", where, profile, seed, shrink=False)
+    total = len(only or MUTANTS)
+    console, out = Console(stderr=True), Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(f"{total} planted bugs on {where}, profile {profile}, seed {seed}")
+    fates: list[harness.Fate] = []
+    interrupted = False
+    try:
+        with _progress(console, total) as advance:
+            for fate in harness.run_mutants(plan, only or [], matrix, jobs or _jobs(where, 2 * total)):
+                fates.append(fate)
+                advance("" if fate.killed else f"{fate.mutant.name} survives")
+    except KeyboardInterrupt:
+        interrupted = True
+    if json is not None:
+        report.write_json(json, harness.as_record(fates))
+    harness.print_fates(out, fates)
+    if interrupted:
+        out.print(f"interrupted after {len(fates)} of {total}")
+        return EXIT_INTERRUPTED
+    return EXIT_HOLDS if all(fate.killed for fate in fates) else EXIT_FAILED
 
 
 def _doctor() -> int:
-    """Show versions and devices, and what can run here."""
-    raise EnvironmentLackingError("not yet")
+    """Show versions and devices, and what can run here and why not."""
+    from hyscale_verify import doctor
+
+    return doctor.report(Console(width=None if sys.stdout.isatty() else WIDTH))
 
 
 def _device(name: str) -> str:
@@ -173,7 +209,7 @@ def _writable(option: str, path: Path | None) -> None:
 
 def _jobs(device: str, units: int) -> int:
     """Two processes on a CPU where there is work for both; a GPU is one device."""
-    return 1 if device == "cuda" or units < 8 else 2
+    return 1 if device == "cuda" or units < 4 else 2
 
 
 @contextmanager

@@ -1,0 +1,411 @@
+"""Planted bugs: small edits of the real kernels, each a mistake that a kernel author could make.
+
+An edit replaces ``old``, which must occur exactly once in the file, by ``new``. Edits that change nothing but
+speed are not bugs: the threshold only filters, so a wrong rank or a shifted sample is repaired and would
+survive for good reason.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug.
+
+    name, words  what it is called and what went wrong, in one line
+    stage        the stage of HyTopK it sits in
+    file         path inside the package of kernels
+    old, new     the edit
+    likely       properties to try first; the others follow
+    """
+
+    name: str
+    stage: str
+    file: str
+    old: str
+    new: str
+    words: str
+    likely: tuple[str, ...] = ()
+
+
+def _in(stage: str, file: str | None = None) -> "_Stage":
+    return _Stage(stage, f"hytopk/{file or stage}.py")
+
+
+class _Stage:
+    """Builds the mutants of one stage."""
+
+    def __init__(self, stage: str, file: str) -> None:
+        self.stage = stage
+        self.file = file
+
+    def __call__(self, name: str, old: str, new: str, words: str, *likely: str) -> Mutant:
+        return Mutant(name, self.stage, self.file, old, new, words, likely)
+
+
+_windows, _score, _threshold, _scan = _in("windows", "prepare"), _in("score"), _in("threshold"), _in("scan")
+_compact, _rescore, _select, _rank = _in("compact"), _in("rescore"), _in("select"), _in("select", "rank")
+_plateau, _repair, _call = _in("plateau"), _in("repair"), _in("call", "api")
+_sizes, _values, _inputs = _in("call", "plan"), _in("call", "selection"), _in("call", "problem")
+
+OWN, EXACT = "exact_set_of_own_scores", "exact_set_of_exact_inputs"
+
+MUTANTS: tuple[Mutant, ...] = (
+    _windows(
+        "causal_diagonal_lost",
+        "hi = (rows + 1).to(tl.int32)",
+        "hi = rows.to(tl.int32)",
+        "the default window ends before the row's own position",
+        "windows_left_out",
+    ),
+    _windows(
+        "window_end_included",
+        "tl.store(hi_ptr + rows, tl.where(invalid, 0, hi), mask=mask)",
+        "tl.store(hi_ptr + rows, tl.where(invalid, 0, tl.minimum(hi + 1, S)), mask=mask)",
+        "the key at end[t] counts as inside",
+        "window_edges_count",
+        "window_is_respected",
+    ),
+    _score(
+        "weights_of_the_next_head",
+        "b_w = tl.load(p_w + h)",
+        "b_w = tl.load(p_w + (h + 1) % H)",
+        "each head is weighted with its neighbour's weight",
+        EXACT,
+    ),
+    _score(
+        "relu_drops_nan",
+        "return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+        "return tl.where(x > 0.0, x, 0.0)",
+        "relu turns NaN into 0",
+        "dense_scores_within_bounds",
+    ),
+    _score(
+        "negative_zero_kept",
+        "bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)",
+        "bits = score.to(tl.int32, bitcast=True)",
+        "-0 orders below +0 and is returned as -0",
+        "negative_zero_is_zero",
+        "returned_scores",
+    ),
+    _score(
+        "nan_admitted",
+        "return tl.where(score == score, key, NEVER)",
+        "return key",
+        "a NaN score is ordered as a number",
+        "nan_never_selected",
+    ),
+    _score(
+        "low_bits_dropped",
+        "key = bits ^ ((bits >> 31) & 0x7FFFFFFF)",
+        "key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & ~7",
+        "the three lowest bits of a score do not take part in its order",
+        OWN,
+    ),
+    _score(
+        "int32_offset_of_keys",
+        "pointers = k_ptr + keys[None, :] * k_stride + o_d[:, None]",
+        "pointers = k_ptr + keys[None, :].to(tl.int32) * k_stride + o_d[:, None]",
+        "the offset of a key is computed in 32 bits",
+        "offsets_beyond_int32",
+    ),
+    _score(
+        "int32_offset_of_queries",
+        "p_q = q_ptr + rows[:, None] * q_stride_t + o_d[None, :]",
+        "p_q = q_ptr + rows[:, None].to(tl.int32) * q_stride_t + o_d[None, :]",
+        "the offset of a query row is computed in 32 bits",
+        "offsets_beyond_int32",
+    ),
+    _score(
+        "last_head_left_out",
+        "for h in tl.range(0, H, num_stages=STAGES):",
+        "for h in tl.range(0, H - (H > 2), num_stages=STAGES):",
+        "with three heads or more the last is not summed",
+        EXACT,
+    ),
+    _threshold(
+        "sample_beyond_the_window",
+        "keys = sample_keys(o_i, first, last, samples)",
+        "keys = sample_keys(o_i, first, last, samples) + 1",
+        "the last sampled key lies one past the window",
+        "only_its_own_memory",
+    ),
+    _threshold(
+        "stale_candidate_count",
+        "tl.store(filled_ptr + o_r, tl.zeros((ROWS,), tl.int32), mask=live)",
+        "tl.store(filled_ptr + o_r, tl.zeros((ROWS,), tl.int32), mask=live & (length > capacity))",
+        "rows that need no threshold start from whatever the counter held",
+        "poisoned_memory",
+    ),
+    _threshold(
+        "threshold_for_short_rows",
+        "guess = live & (length > capacity)",
+        "guess = live & (length > capacity // 4)",
+        "short rows take a threshold from samples that were never drawn",
+        OWN,
+    ),
+    _scan(
+        "threshold_not_reached_by_equals",
+        "kept = tl.where(score < threshold[:, None], 0, 1).to(tl.uint32)",
+        "kept = tl.where(score <= threshold[:, None], 0, 1).to(tl.uint32)",
+        "a score equal to the threshold is filtered out, -inf included",
+        "infinities_are_ordinary",
+        "as_many_as_there_are",
+    ),
+    _scan(
+        "nan_filtered_by_the_scan",
+        "kept = tl.where(score < threshold[:, None], 0, 1).to(tl.uint32)",
+        "kept = tl.where(score >= threshold[:, None], 1, 0).to(tl.uint32)",
+        "NaN does not pass the scan, so it is not counted",
+        "nan_never_selected",
+    ),
+    _scan(
+        "last_tile_missing",
+        "for s in range(begin, finish, BS):",
+        "for s in range(begin, finish - BS + 1, BS):",
+        "a partial tile at the end of a segment is not scanned",
+        OWN,
+    ),
+    _scan(
+        "bits_reach_over_the_end",
+        "above = tl.minimum(tl.maximum(hi - first, 0), 32).to(tl.uint64)",
+        "above = tl.minimum(tl.maximum(hi - first + 1, 0), 32).to(tl.uint64)",
+        "the bitmap marks the key at end[t]",
+        "window_is_respected",
+        "window_edges_count",
+    ),
+    _scan(
+        "rows_of_the_first_chunk",
+        "rows = (row0 + o_r).to(tl.int64)",
+        "rows = o_r.to(tl.int64)",
+        "every chunk of rows scans the queries of the first",
+        "internal_sizes",
+        "chunks_of_rows",
+    ),
+    _compact(
+        "keys_of_the_first_chunk",
+        "key = key0 + o_w[None, :] * 32 + bit",
+        "key = o_w[None, :] * 32 + bit",
+        "candidates of later key chunks are numbered as in the first",
+        "internal_sizes",
+    ),
+    _compact(
+        "overflow_truncated",
+        "    tl.store(filled_ptr + o_r, filled, mask=live)",
+        "    tl.store(filled_ptr + o_r, tl.minimum(filled, capacity), mask=live)",
+        "candidates beyond the buffer are dropped without a word",
+        "forced_overflow_of_candidates",
+    ),
+    _compact(
+        "overflow_into_the_next_row",
+        "mask=(word != 0) & (position < capacity))",
+        "mask=(word != 0) & (position < 2 * capacity))",
+        "an overflowing row writes into the next row's buffer",
+        "row_independence",
+        "internal_sizes",
+    ),
+    _compact(
+        "last_word_missing",
+        "last = tl.where(some, (hi + 31) // 32, 0)",
+        "last = tl.where(some, hi // 32, 0)",
+        "the last, partial word of the bitmap is not read",
+        OWN,
+    ),
+    _rescore(
+        "scale_forgotten",
+        "score = score * key_scale(k_scale_ptr, keys)",
+        "score = score * 1.0",
+        "candidates are rescored without k_scale",
+        "returned_scores",
+    ),
+    _rescore(
+        "last_gather_missing",
+        "for c in tl.range(0, filled, N, num_stages=STAGES):",
+        "for c in tl.range(0, tl.maximum(filled - N + 1, 1), N, num_stages=STAGES):",
+        "a partial last step of candidates keeps the scores that were in the buffer",
+        "poisoned_memory",
+        OWN,
+    ),
+    _rescore(
+        "query_of_the_first_chunk",
+        "row = (row0 + r).to(tl.int64)",
+        "row = r.to(tl.int64)",
+        "candidates of later row chunks are scored with the queries of the first",
+        "internal_sizes",
+    ),
+    _rank(
+        "ties_from_the_right",
+        "seen_equal = equal[:, None] + (seen >> 16)",
+        "seen_equal = equal[:, None] + tl.sum(same, axis=1)[:, None] - (seen >> 16) + same",
+        "of equal scores in a block the largest key indices are taken",
+        "tie_rule",
+    ),
+    _rank(
+        "one_tie_too_many",
+        "return present, bar, tl.where(present > top_k, top_k - above, 0)",
+        "return present, bar, tl.where(present > top_k, top_k - above + 1, 0)",
+        "one more of the equal scores is taken than there is room for",
+        "ascending_and_unique",
+        OWN,
+    ),
+    _rank(
+        "positions_swapped",
+        "position = seen_above + tl.minimum(seen_equal, room[:, None]) - 1",
+        "position = (seen_above + tl.minimum(seen_equal, room[:, None]) - 1) ^ (room[:, None] > 1)",
+        "neighbouring indices of a row are written in swapped order",
+        "ascending_and_unique",
+    ),
+    _select(
+        "tail_begins_late",
+        "tail = live[:, None] & (o_k >= count[:, None]) & (o_k < top_k)",
+        "tail = live[:, None] & (o_k > count[:, None]) & (o_k < top_k)",
+        "the first entry after the selected keys is never written",
+        "poisoned_memory",
+        "tail_is_minus_one",
+    ),
+    _select(
+        "tail_of_scores_is_zero",
+        'tl.store(p_score + o_k, float("-inf"), mask=tail)',
+        "tl.store(p_score + o_k, 0.0, mask=tail)",
+        "returned scores end in 0 instead of -inf",
+        "returned_scores",
+    ),
+    _select(
+        "underflow_accepted",
+        "pending = pending | ((count < tl.minimum(hi - lo, top_k)) & ~complete)",
+        "pending = pending | ((count < tl.minimum(hi - lo, 1)) & ~complete)",
+        "too few candidates pass for a full answer",
+        "forced_underflow",
+    ),
+    _select(
+        "nan_not_counted",
+        "tl.store(nan_ptr + rows, last - first - present, mask=live)",
+        "tl.store(nan_ptr + rows, tl.zeros((ROWS,), tl.int32), mask=live)",
+        "the statistics know of no NaN",
+        "nan_never_selected",
+    ),
+    _select(
+        "count_of_all_candidates",
+        "count = tl.minimum(present, top_k)",
+        "count = tl.minimum(present, top_k + 1)",
+        "a crowded row reports one key more than K",
+        "as_many_as_there_are",
+    ),
+    _plateau(
+        "plateau_ignores_the_window",
+        "s = lo\n",
+        "s = tl.maximum(lo - 1, 0)\n",
+        "filling from a plateau starts one key before the window",
+        "forced_flood_by_a_plateau",
+        "window_is_respected",
+    ),
+    _plateau(
+        "plateau_overfilled",
+        "equal = tl.where(tl.cumsum(equal, axis=0) <= missing, equal, 0)",
+        "equal = tl.where(tl.cumsum(equal, axis=0) <= missing + 1, equal, 0)",
+        "one key too many is taken from a plateau",
+        "forced_flood_by_a_plateau",
+    ),
+    _plateau(
+        "right_of_the_plateau_lost",
+        "right = ((key != NEVER) & (index >= s)).to(tl.int32)",
+        "right = ((key != NEVER) & (index > s)).to(tl.int32)",
+        "the first key held to the right of the walked part is dropped",
+        "forced_flood_by_a_plateau",
+        OWN,
+    ),
+    _repair(
+        "repair_buffer_overrun",
+        "if used + N > capacity:",
+        "if used > capacity:",
+        "the repair buffer is cut back one step too late",
+        "forced_refill_of_the_repair_buffer",
+    ),
+    _repair(
+        "first_part_only",
+        "last = none + splits * capacity",
+        "last = none + capacity",
+        "of a row shared by several programs only the first part is merged",
+        "forced_refill_of_the_repair_buffer",
+    ),
+    _repair(
+        "stale_keys_behind_a_part",
+        "tl.store(p_key + o_c, NEVER, mask=o_c < capacity)",
+        "tl.store(p_key + o_c, NEVER, mask=o_c < used)",
+        "what the buffer held before is merged with a part that is not full",
+        "forced_overflow_of_candidates",
+        "forced_underflow",
+    ),
+    _repair(
+        "part_reaches_into_the_next",
+        "last = tl.minimum(first.to(tl.int64) + size, hi).to(tl.int32)",
+        "last = tl.minimum(first.to(tl.int64) + size + 1, hi).to(tl.int32)",
+        "the parts of a row overlap by a key, which can be selected twice",
+        "ascending_and_unique",
+        "forced_refill_of_the_repair_buffer",
+    ),
+    _repair(
+        "nan_of_the_last_step_only",
+        "nans += tl.sum(((o_s < last) & (key == NEVER)).to(tl.int32))",
+        "nans = tl.sum(((o_s < last) & (key == NEVER)).to(tl.int32))",
+        "repair counts the NaN of its last step only",
+        "nan_never_selected",
+    ),
+    _call(
+        "score_table_for_everyone",
+        "if plan.capacity >= S:",
+        "if plan.capacity >= 0:",
+        "long rows are scored into a table as well",
+        "no_score_table",
+    ),
+    _call(
+        "fake_of_another_shape",
+        "    return _outputs(q, top_k, return_scores)\n\n\ndef _outputs",
+        "    return _outputs(q, top_k + 1, return_scores)\n\n\ndef _outputs",
+        "the operator's fake answers with one column more",
+        "torch_compile",
+        "opcheck",
+    ),
+    _call(
+        "weights_written_to",
+        "problem = Problem(q, k, w, k_scale, lo, hi)\n        for",
+        "problem = Problem(q, k, w.abs_(), k_scale, lo, hi)\n        for",
+        "the caller's weights are changed in place",
+        "inputs_stay_as_they_are",
+    ),
+    _call(
+        "dtype_of_k_unchecked",
+        "    if k.dtype != q.dtype:\n",
+        "    if k.dtype.itemsize > 8:\n",
+        "k of another dtype than q is accepted",
+        "wrong_arguments",
+    ),
+    _values(
+        "window_end_unchecked",
+        "bad = ((lo < 0) | (hi > num_keys) | (lo > hi)).nonzero()",
+        "bad = ((lo < 0) | (lo > hi)).nonzero()",
+        "a window that ends after the last key is accepted",
+        "wrong_windows",
+    ),
+    _values(
+        "scale_unchecked",
+        "bad = (~((k_scale > 0) & k_scale.isfinite())).nonzero()",
+        "bad = (~(k_scale >= 0)).nonzero()",
+        "a scale of 0 or infinity is accepted",
+        "wrong_scales",
+    ),
+    _inputs(
+        "head_stride_assumed",
+        "return self.q.stride(0), self.q.stride(1), self.k.stride(0), self.w.stride(0)",
+        "return self.q.stride(0), self.q.shape[2], self.k.stride(0), self.w.stride(0)",
+        "heads are taken to lie next to each other",
+        "memory_layout",
+    ),
+    _sizes(
+        "workspace_unbounded",
+        "budget = WORKSPACE_PER_INDEX * T * top_k + WORKSPACE_FIXED",
+        "budget = WORKSPACE_PER_INDEX * T * top_k + WORKSPACE_FIXED + T * S // 8",
+        "chunks grow with the number of keys",
+        "workspace_is_bounded",
+    ),
+)
