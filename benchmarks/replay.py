@@ -86,7 +86,7 @@ class Case:
         self.grad = normal(T, K).masked_fill_(self.indices < 0, 0)
 
     def backward(self, fixed: bool, plan: IndexerPlan | None = None) -> tuple[torch.Tensor, ...]:
-        sizes = (plan or IndexerPlan.default(self.S, self.D, "cuda")).as_ints()
+        sizes = (plan or IndexerPlan.default(self.S, self.H, self.D, "cuda")).as_ints()
         return _backward(self.grad, self.q, self.k, self.w, self.indices, self.k_scale, True, fixed, sizes)  # type: ignore[no-any-return]
 
     def arrays(self) -> tuple[Array, Array, Array, Array | None]:
@@ -194,7 +194,7 @@ def gradients_gate(dtype: str) -> Record:
             error = np.abs(got.float().cpu().numpy() - reference)
             worst[f"d{part}_{name}_error_over_bound"] = float((error / allowed).max())
     first = case.backward(True)[1]
-    base = IndexerPlan.default(case.S, case.D, case.q.device)
+    base = IndexerPlan.default(case.S, case.H, case.D, case.q.device)
     others = [*[base] * 20, replace(base, scatter_keys=32), replace(base, chunk_keys=1024)]
     unequal = sum(not torch.equal(case.backward(True, plan)[1], first) for plan in others)
 
@@ -352,7 +352,7 @@ def times(dtype: str) -> Iterator[Record]:
 def sweep(dtype: str) -> None:
     """Print backward times for other tile sizes."""
     case = Case(dtype, 8192, 2**20, 32, 128, 2048)
-    base = IndexerPlan.default(case.S, case.D, "cuda")
+    base = IndexerPlan.default(case.S, case.H, case.D, "cuda")
     plans = {"default": base}
     for keys, warps in ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8)):
         plans[f"scatter_keys={keys} scatter_warps={warps}"] = replace(

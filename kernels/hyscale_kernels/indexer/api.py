@@ -128,7 +128,7 @@ def backward_workspace_bytes(
     fixed point adds 8 bytes a key, and float32 dk if there is more than one pass.
     """
     rows = min(T, ROWS)
-    plan = IndexerPlan.default(S, D, device)
+    plan = IndexerPlan.default(S, H, D, device)
     signs = 4 * rows * top_k * max(1, max(16, next_power_of_2(H)) // 32)
     spans = 4 * rows * (plan.chunks(S) + 1)
     keys = 4 * S * D + ((8 * S + (4 * S * D if T > ROWS else 0)) if fixed_point else 0)
@@ -430,7 +430,7 @@ def _fixed_point(dk: KeyGradient) -> bool:
 
 def _plan(q: torch.Tensor, k: torch.Tensor, plan: IndexerPlan | None) -> IndexerPlan:
     if plan is None:
-        return IndexerPlan.default(k.shape[0], q.shape[2], q.device)
+        return IndexerPlan.default(k.shape[0], q.shape[1], q.shape[2], q.device)
     if not isinstance(plan, IndexerPlan):
         raise TypeError(f"plan must be an IndexerPlan or None, got {type(plan).__name__}")
     if ceil_div(k.shape[0], plan.chunk_keys) > 65535:

@@ -44,13 +44,15 @@ class IndexerPlan:
             raise ValueError(f"plan.stages is {self.stages}; it must be at least 1")
 
     @classmethod
-    def default(cls, S: int, D: int, device: torch.device | str) -> "IndexerPlan":
+    def default(cls, S: int, H: int, D: int, device: torch.device | str) -> "IndexerPlan":
         if torch.device(device).type != "cuda":
             return cls(32, 32, 1, 1, 32, 1, max(64, next_power_of_2(ceil_div(max(S, 1), MOST_CHUNKS))))
         # 16 MiB of float32 dk: an H200's cache is 50 MB, in two halves.
         fitting = 16 * MIB // (4 * padded(D, torch.bfloat16))
         chunk = max(fitting, next_power_of_2(ceil_div(max(S, 1), MOST_CHUNKS)))
-        return cls(128, 64, 2, 4, 16, 4, chunk)
+        # A row's gradient of q lives in registers: wide ones need more warps.
+        warps = 8 if next_power_of_2(H) * padded(D, torch.bfloat16) >= 64 * 128 else 4
+        return cls(128, 64, 2, warps, 16, 4, chunk)
 
     def chunks(self, S: int) -> int:
         return max(1, ceil_div(S, self.chunk_keys))
