@@ -6,7 +6,7 @@ While it runs beneath a kernel it takes SMs from it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hyscale_simulator.critical_path import waiting_for
 from hyscale_simulator.durations import HOWS, How, Prices
@@ -21,6 +21,8 @@ __all__ = ["EMPTY", "Block", "Pricing", "Scale", "joined"]
 COMPUTE = "compute"
 NETWORK_UNCERTAINTY = 0.15
 """Relative standard error of a collective: one alpha-beta fit of an NCCL table misses by 7 to 21 %."""
+
+KEPT_BLOCKS = 4096
 
 Scale = tuple[tuple[str, float], ...]
 """(op, kind or collective, factor): durations multiplied for what-if questions and error propagation."""
@@ -45,8 +47,6 @@ class Block:
     expert_ns: int = 0
     flops: float = 0.0
     ops: tuple[tuple[str, int], ...] = ()
-    graph: Graph | None = field(default=None, compare=False, repr=False)
-    timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
 
 EMPTY = Block(0, ())
@@ -103,8 +103,15 @@ class Pricing:
         key = tuple(items)
         found = self._blocks.get(key)
         if found is None:
+            if len(self._blocks) >= KEPT_BLOCKS:
+                self._blocks.clear()
             found = self._blocks[key] = self._run(key)
         return found
+
+    def timeline(self, items: Sequence[Item]) -> Timeline:
+        """When each item of a block runs."""
+        graph, _, contended = self._graph(tuple(items))
+        return simulate(graph) if contended else longest_path(graph)
 
     def communication_ns(self, item: Communicate) -> int:
         """Nanoseconds of one collective, scaled."""
@@ -140,14 +147,13 @@ class Pricing:
         for name, spent in waits.items():
             parts[name] = parts.get(name, 0) + spent
         assert sum(parts.values()) == timeline.makespan_ns, "a block's parts add up to its time"
-        return self._summarise(items, parts, waits, graph, timeline)
+        return self._summarise(items, parts, waits, timeline)
 
     def _summarise(
         self,
         items: tuple[Item, ...],
         parts: dict[str, int],
         waits: dict[str, int],
-        graph: Graph,
         timeline: Timeline,
     ) -> Block:
         known: dict[How, int] = dict.fromkeys(HOWS, 0)
@@ -183,8 +189,6 @@ class Pricing:
             expert,
             flops,
             tuple(ops.items()),
-            graph,
-            timeline,
         )
 
     def _graph(self, items: tuple[Item, ...]) -> tuple[Graph, dict[int, int], bool]:

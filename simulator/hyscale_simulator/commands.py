@@ -86,6 +86,10 @@ def simulate(argv: list[str]) -> int:
         trace: Annotated[
             Path | None, typer.Option(help="Write a Chrome trace (.json or .json.gz) that Perfetto opens.")
         ] = None,
+        layer: Annotated[
+            int | None,
+            typer.Option(help="With --trace: this layer's kernels instead of the step."),
+        ] = None,
         engine: Annotated[str, typer.Option(help="auto, simpy or longest_path.")] = "auto",
     ) -> int:
         """Predict one training step: its time, where that goes, memory, and how sure we are."""
@@ -101,14 +105,24 @@ def simulate(argv: list[str]) -> int:
             chosen = chosen.with_(**changes)
         if engine not in ("auto", "simpy", "longest_path"):
             raise DescriptionError(f"--engine {engine!r}: allowed are auto, simpy, longest_path")
-        result = evaluator(tuple(str(path) for path in profiles or []))(chosen, engine=engine)
+        if layer is not None and trace is None:
+            raise DescriptionError("--layer: needs --trace FILE")
+        # A GPU of the user's own may be what their profiles are of.
+        gpu = chosen.gpu_description
+        own = () if gpu in [find(Gpu, "gpus", name) for name in shipped("gpus")] else (gpu,)
+        evaluate = evaluator(tuple(str(path) for path in profiles or []), own)
+        result = evaluate(chosen, engine=engine)
         show(result, Console())
         if json_ is not None:
             json_.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
         if trace is not None:
             from hyscale_simulator.trace import write_trace
 
-            write_trace(result.timeline, trace)
+            try:
+                timeline = result.timeline if layer is None else evaluate.layer(chosen, layer)
+            except ValueError as error:
+                raise DescriptionError(f"--layer: {error}") from None
+            write_trace(timeline, trace)
         return OK
 
     return _run(command, argv, "simulate")

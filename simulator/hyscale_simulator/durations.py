@@ -27,6 +27,9 @@ STREAMED = 0.15  # streaming kernels of training frameworks at the copy rate
 STRETCHED = 0.15  # added beyond twice the measured range
 
 
+KEPT_PRICES = 65536
+
+
 class MissingProfileError(LookupError):
     """An op with neither a measurement nor a stated assumption."""
 
@@ -56,6 +59,8 @@ class Prices:
         """The duration of ``call``; :class:`MissingProfileError` if nothing is known about it."""
         found = self._known.get(call)
         if found is None:
+            if len(self._known) >= KEPT_PRICES:
+                self._known.clear()
             found = self._known[call] = self._price(call)
         return found
 
@@ -95,7 +100,7 @@ class Prices:
             warnings.append(
                 f"{call.op} ({call.dtype}): extrapolated {found.stretch:.0f}x beyond the measured shapes"
             )
-        if call.implementation not in ("", table.implementation):
+        if not OPS[call.op].jagged and call.implementation not in ("", table.implementation):
             warnings.append(
                 f"{call.op} ({call.dtype}): no profile of {call.implementation}, "
                 f"{table.implementation}'s is used"

@@ -10,13 +10,14 @@ from hyscale_simulator.engine import simulate
 from hyscale_simulator.fabric import Network
 from hyscale_simulator.flops import model_flops
 from hyscale_simulator.graph import Graph, Timeline
+from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.layout import Plan, plan
 from hyscale_simulator.longest_path import longest_path
 from hyscale_simulator.profiles import load_profiles
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.step import compose
-from hyscale_simulator.work import Rank
+from hyscale_simulator.work import Rank, backward, forward, layer_kind
 
 __all__ = ["Evaluator", "evaluate", "evaluator"]
 
@@ -26,8 +27,8 @@ KEPT_PRICINGS = 64
 class Evaluator:
     """Evaluates scenarios on one set of profiles; prices and blocks are kept between evaluations."""
 
-    def __init__(self, profiles: tuple[str, ...] = ()) -> None:
-        self.profiles = load_profiles(profiles)
+    def __init__(self, profiles: tuple[str, ...] = (), own: tuple[Gpu, ...] = ()) -> None:
+        self.profiles = load_profiles(profiles, own)
         self._prices: dict[str, Prices] = {}
         self._pricings: OrderedDict[object, Pricing] = OrderedDict()
 
@@ -58,6 +59,19 @@ class Evaluator:
         )
         return Result(scenario, step, timeline, flops)
 
+    def layer(self, scenario: Scenario, layer: int) -> Timeline:
+        """When each kernel and collective of one layer's forward and backward pass runs, on one rank.
+
+        ValueError for a layer that the model does not have.
+        """
+        layers = scenario.model_description.layers + scenario.mtp_layers
+        if not 0 <= layer < layers:
+            raise ValueError(f"layer = {layer}; the model has 0 to {layers - 1}")
+        cut = plan(scenario)
+        rank = Rank(scenario, cut)
+        kind = layer_kind(rank, layer)
+        return self._pricing(scenario, cut, ()).timeline([*forward(rank, kind), *backward(rank, kind)])
+
     def _pricing(self, scenario: Scenario, cut: Plan, scale: Scale) -> Pricing:
         gpu = scenario.gpu_description
         network = Network(scenario, cut, Rank(scenario, cut).imbalance)
@@ -73,9 +87,9 @@ class Evaluator:
 
 
 @lru_cache(maxsize=4)
-def evaluator(profiles: tuple[str, ...] = ()) -> Evaluator:
-    """The evaluator of a set of user profiles (paths; the shipped ones always follow)."""
-    return Evaluator(profiles)
+def evaluator(profiles: tuple[str, ...] = (), own: tuple[Gpu, ...] = ()) -> Evaluator:
+    """The evaluator of a set of user profiles (paths; the shipped ones follow) and GPU descriptions."""
+    return Evaluator(profiles, own)
 
 
 def evaluate(scenario: Scenario, *, profiles: tuple[str, ...] = (), scale: Scale = ()) -> Result:

@@ -23,6 +23,10 @@ GEMM_TILE = 128
 """Rows to which each group of a grouped product is padded."""
 
 
+CANDIDATES = 2.07
+"""Keys that HyTopK rescores for each that it selects: 4,240 for 2,048 (benchmarks/NOTES.md)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Least work of one call.
@@ -87,7 +91,7 @@ class Op:
     proxy: Callable[["Kernel"], "Kernel"] | None = None
     memory: bool = False
     jagged: bool = False
-    additive: tuple[str, ...] = ("m", "rows", "batch", "queries")
+    additive: tuple[str, ...] = ("m", "rows", "batch", "groups", "queries")
 
 
 @cache
@@ -228,7 +232,7 @@ def _threshold(s: dict[str, int], dtype: str) -> Cost:
 def _finish(s: dict[str, int], dtype: str) -> Cost:
     """HyTopK's last stage: the top_k of the candidates, ties by index, sorted."""
     del dtype
-    candidates = 1.3 * s["top_k"] * s["rows"]
+    candidates = CANDIDATES * s["top_k"] * s["rows"]
     # 32 rounds of a bit-wise bisection in registers, then a prefix sum.
     return Cost(vector_slots=80.0 * candidates, bytes=8.0 * candidates + 4.0 * s["rows"] * s["top_k"])
 
@@ -237,12 +241,12 @@ def _compact(s: dict[str, int], dtype: str) -> Cost:
     """From the scan's bitmap to lists of candidates."""
     del dtype
     words = s["rows"] * s["keys"] / 32
-    return Cost(vector_slots=8.0 * words, bytes=4.0 * words + 4.0 * 1.3 * s["top_k"] * s["rows"])
+    return Cost(vector_slots=8.0 * words, bytes=4.0 * words + 4.0 * CANDIDATES * s["top_k"] * s["rows"])
 
 
 def _hytopk(s: dict[str, int], dtype: str) -> Cost:
     stages = (_threshold(s, dtype), _index_scan(s, dtype), _compact(s, dtype), _finish(s, dtype))
-    rescore = _gathered_scores({**s, "top_k": round(1.3 * s["top_k"])}, dtype)
+    rescore = _gathered_scores({**s, "top_k": round(CANDIDATES * s["top_k"])}, dtype)
     whole = (*stages, rescore)
     return Cost(
         tensor_flops=sum(c.tensor_flops for c in whole),
@@ -253,7 +257,7 @@ def _hytopk(s: dict[str, int], dtype: str) -> Cost:
 
 def _hytopk_parts(call: Kernel) -> tuple[Kernel, ...]:
     s = dict(call.shape)
-    candidates = round(1.3 * s["top_k"])
+    candidates = round(CANDIDATES * s["top_k"])
     scored = {name: s[name] for name in ("heads", "dim", "rows", "keys")}
     listed = {name: s[name] for name in ("top_k", "rows", "keys")}
     rescored = {"heads": s["heads"], "dim": s["dim"], "rows": s["rows"], "top_k": candidates}

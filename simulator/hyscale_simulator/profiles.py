@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -242,7 +242,9 @@ class Profiles:
                     f"known: {', '.join(devices)}"
                 )
             if point.op in OPS:  # a profile may hold ops that no model here uses
-                group = (point.op, point.dtype, point.device, point.implementation, point.regime)
+                # One library or another: a jagged table is better for every point it can get.
+                who = "" if OPS[point.op].jagged else point.implementation
+                group = (point.op, point.dtype, point.device, who, point.regime)
                 grouped.setdefault(group, []).append(point)
         self._gpus = devices
         self._points = grouped
@@ -255,14 +257,15 @@ class Profiles:
         """The table that says most about the kernel on that GPU: its own, else one to project from.
 
         The wanted implementation first; then the own device, its family, its architecture, any; then the
-        wanted regime; then the order in which the points were given.
+        wanted regime; then a measured point of that shape; then the least extrapolation (up to twice
+        counts as none); then the order in which the points were given.
         """
         candidates = self._index.get((call.op, call.dtype), [])
         if not candidates:
             return None
 
-        def distance(item: tuple[int, tuple[str, str, str]]) -> tuple[int, int, int, int]:
-            order, (device, implementation, regime) = item
+        def distance(item: tuple[str, str, str]) -> tuple[bool, int, int]:
+            device, implementation, regime = item
             source = self._gpus[device]
             near = (
                 device == gpu.device,
@@ -270,12 +273,17 @@ class Profiles:
                 source.architecture == gpu.architecture,
             )
             far = near.index(True) if True in near else len(near)
-            other = call.implementation not in ("", implementation)
-            regime_far = 0 if regime == call.regime else 1 if regime == "" else 2
-            return (int(other), far, regime_far, order)
+            other = bool(call.implementation) and implementation not in ("", call.implementation)
+            return (other, far, 0 if regime == call.regime else 1 if regime == "" else 2)
 
-        _, (device, implementation, regime) = min(enumerate(candidates), key=distance)
-        return self._get((call.op, call.dtype, device, implementation, regime))
+        least = min(map(distance, candidates))
+        tables = [self._get((call.op, call.dtype, *item)) for item in candidates if distance(item) == least]
+
+        def reach(table: Table) -> tuple[bool, float]:
+            found = table.lookup(call)
+            return (not found.exact, max(found.stretch, 2.0))
+
+        return tables[0] if len(tables) == 1 else min(tables, key=reach)
 
     def tables(self) -> list[Table]:
         """Every table."""
@@ -300,9 +308,12 @@ def _shipped_points() -> tuple[ProfilePoint, ...]:
     return tuple(sorted(points, key=lambda point: bool(point.source)))
 
 
-@cache
-def load_profiles(paths: tuple[str, ...] = ()) -> Profiles:
-    """The shipped profiles, with the user's files ahead of them; ``ProfileError`` names a bad line."""
-    gpus = [find(Gpu, "gpus", name) for name in shipped("gpus")]
+@lru_cache(maxsize=8)
+def load_profiles(paths: tuple[str, ...] = (), own: tuple[Gpu, ...] = ()) -> Profiles:
+    """The shipped profiles, with the user's files ahead of them; ``ProfileError`` names a bad line.
+
+    own: GPU descriptions of the user's, whose devices the files may be of.
+    """
+    gpus = [*own, *(find(Gpu, "gpus", name) for name in shipped("gpus"))]
     users = [read_profile(Path(path)) for path in paths]
     return Profiles(merge_profiles(*users, _shipped_points()), gpus)

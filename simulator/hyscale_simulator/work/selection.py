@@ -4,7 +4,7 @@ What the implementations do to memory, and how often, is ``scenario.selection``;
 simulator/README.md.
 """
 
-from hyscale_simulator.kernels import BYTES, Kernel, kernel
+from hyscale_simulator.kernels import BYTES, CANDIDATES, Kernel, kernel
 from hyscale_simulator.model import Indexer, Latent
 from hyscale_simulator.work.items import Communicate, Compute, Item, backward_linear, linear, stream
 from hyscale_simulator.work.rank import Rank
@@ -166,7 +166,11 @@ def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list
         ("threshold", kernel("hytopk_threshold", dtype, rows=rows, keys=visible, **scored), 1),
         ("scan", kernel("hytopk_scan", dtype, rows=rows, keys=kept, **scored), 1),
         ("compact", kernel("hytopk_compact", "fp32", **listed), 1),
-        ("rescore", kernel("selected_scores", dtype, rows=rows, top_k=round(1.3 * top_k), **scored), 1),
+        (
+            "rescore",
+            kernel("selected_scores", dtype, rows=rows, top_k=round(CANDIDATES * top_k), **scored),
+            1,
+        ),
         ("finish", kernel("hytopk_finish", "fp32", **listed), 1),
     ]
 

@@ -1,0 +1,182 @@
+"""Which layout?  Every legal way to cut a model over a cluster, priced; and why the others were refused.
+
+Data parallelism is what the other sizes leave.  Refusals are counted by the rule they break, so that a reader
+sees what to change to have more choice.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from hyscale_simulator.descriptions import DescriptionError
+from hyscale_simulator.executors import Executor
+from hyscale_simulator.layout import LayoutError, Plan, plan
+from hyscale_simulator.memory import GIB, memory
+from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.sweep import Journal, Objective, Point, Row, ranked, sweep
+
+__all__ = ["Choice", "Outcome", "Refusal", "candidates", "search"]
+
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate that runs: what was chosen, the scenario, and its row of metrics."""
+
+    scenario: Scenario
+    cut: Plan
+    row: Row = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Short for a table: TP1 CP64 PP8 DP1 EP64, full recomputation."""
+        cut, scenario = self.cut, self.scenario
+        name = f"TP{cut.tensor} CP{cut.context} PP{cut.pipeline} DP{cut.data} EP{cut.expert}"
+        if scenario.layout.stage_layers:
+            name += f" stages {'-'.join(str(len(c)) for c in cut.chunks)}"
+        extra = [f"{scenario.recompute.policy} recompute"]
+        if scenario.offload.activations:
+            extra.append("offload")
+        return f"{name}, {', '.join(extra)}"
+
+
+@dataclass
+class Refusal:
+    """A rule that candidates broke: how many, and one of them in full."""
+
+    rule: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The search: what can run, best first, and what cannot and why."""
+
+    best: tuple[Choice, ...]
+    tried: int
+    ran: int
+    refusals: tuple[Refusal, ...]
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+
+
+def _stages(scenario: Scenario) -> list[tuple[int, tuple[int, ...]]]:
+    """(pipeline stages, layers of each): where a stage has to begin with a layer that selects, the cuts
+    nearest to even that do."""
+    model = scenario.model_description
+    found: list[tuple[int, tuple[int, ...]]] = []
+    starts = [layer for layer in range(model.layers) if model.selects(layer)]
+    sharing = model.indexer is not None and 0 < len(starts) < model.layers and not model.indexer.dense_ratio
+    for stages in _powers(min(scenario.gpus, model.layers)):
+        if not sharing or stages == 1:
+            found.append((stages, ()))
+            continue
+        cuts = sorted({min(starts, key=lambda s: abs(s - model.layers * i / stages)) for i in range(stages)})
+        if len(cuts) == stages and cuts[0] == 0:
+            ends = [*cuts[1:], model.layers]
+            found.append((stages, tuple(end - cut for cut, end in zip(cuts, ends, strict=True))))
+    return found
+
+
+def candidates(scenario: Scenario) -> Iterator[dict[str, object]]:
+    """Fields of every layout worth trying on the scenario's GPUs: powers of two, and each policy."""
+    model, cluster = scenario.model_description, scenario.cluster_description
+    experts = model.experts.experts if model.experts else 1
+    for (stages, layers), tensor in product(_stages(scenario), _powers(cluster.gpus_per_node)):
+        if scenario.gpus % (stages * tensor):
+            continue
+        rest = scenario.gpus // stages // tensor
+        for context in _powers(rest):
+            if scenario.gpus % (stages * tensor * context):
+                continue
+            for expert in _powers(min(experts, scenario.gpus // stages)):
+                for policy, moved in product(RECOMPUTE, OFFLOAD):
+                    yield {
+                        "layout.tensor_parallel": tensor,
+                        "layout.context_parallel": context,
+                        "layout.pipeline_parallel": stages,
+                        "layout.expert_parallel": expert,
+                        "layout.stage_layers": layers,
+                        "recompute.policy": policy,
+                        "recompute.replay": scenario.recompute.replay and policy == "full",
+                        "offload.activations": moved,
+                    }
+
+
+_NUMBERS = re.compile(r"\d[\d,.]*")
+
+
+def search(
+    scenario: Scenario,
+    objective: Objective,
+    run: Executor,
+    journal: Journal,
+    *,
+    profiles: tuple[str, ...] = (),
+    top: int = 10,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Try every candidate: the rules of layouts first, then memory, then the step of what is left.
+
+    :class:`DescriptionError` if the scenario allows no candidate at all.
+    """
+    able: list[Choice] = []
+    refusals: dict[str, Refusal] = {}
+    tried = 0
+
+    def refuse(rule: str, example: str) -> None:
+        known = refusals.setdefault(rule, Refusal(rule, 0, example))
+        known.count += 1
+
+    for changes in candidates(scenario):
+        tried += 1
+        changed = scenario.with_(**changes)
+        try:
+            cut = plan(changed)
+        except LayoutError as error:
+            message = str(error).removeprefix(f"scenario {scenario.name}: ")
+            refuse(_rule(message), message)
+            continue
+        held = memory(changed, cut)
+        choice = Choice(changed, cut)
+        if not held.fits:
+            largest = ", ".join(f"{name} {size / GIB:.0f}" for name, size in held.items[:3])
+            refuse(
+                "does not fit into memory",
+                f"{choice.label}: {held.peak_bytes / GIB:.0f} of {held.capacity_bytes / GIB:.0f} GiB "
+                f"({largest} GiB)",
+            )
+            continue
+        able.append(choice)
+    if not tried:
+        raise DescriptionError(f"scenario {scenario.name}: gpus = {scenario.gpus}: no layout to try")
+    rows = _price(able, run, journal, profiles, progress)
+    order = {id(row): at for at, row in enumerate(rows)}
+    best = [able[order[id(row)]] for row in ranked(rows, objective, fits=True)]
+    priced = [Choice(item.scenario, item.cut, rows[able.index(item)]) for item in best[:top]]
+    for row, choice in zip(rows, able, strict=True):
+        if row["refused"]:
+            refuse(_rule(row["refused"]), f"{choice.label}: {row['refused']}")
+    ordered = sorted(refusals.values(), key=lambda item: -item.count)
+    return Outcome(tuple(priced), tried, len(best), tuple(ordered))
+
+
+def _price(
+    able: Sequence[Choice],
+    run: Executor,
+    journal: Journal,
+    profiles: tuple[str, ...],
+    progress: Callable[[int, int], None],
+) -> list[Row]:
+    return sweep([Point((), choice.scenario) for choice in able], run, journal, profiles, progress)
+
+
+def _rule(message: str) -> str:
+    """The rule without the numbers of the case."""
+    return re.sub(r"\s+", " ", _NUMBERS.sub("…", message))
