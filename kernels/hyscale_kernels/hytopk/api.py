@@ -113,7 +113,7 @@ def dense_scores(
         check_windows(start, end, k.shape[0])
         check_scales(k_scale)
     with torch.cuda.device_of(q):
-        lo, hi, _ = launch_prepare(start, end, q.shape[0], k.shape[0], q.device)
+        lo, hi = launch_prepare(start, end, k.shape[0], q.new_empty(q.shape[0], dtype=torch.int32))
         problem = Problem(q.detach(), k.detach(), w.detach(), k_scale, lo, hi)
         return launch_dense(problem, 0, problem.num_queries, plan)
 
@@ -140,14 +140,14 @@ def _hytopk(
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     sizes = Plan.from_ints(plan)
-    T, S, device = q.shape[0], k.shape[0], q.device
-    if device.type == "cpu":
+    T, S = q.shape[0], k.shape[0]
+    if q.device.type == "cpu":
         check_windows(start, end, S)
         check_scales(k_scale)
-    indices, count, scores, nans, pending, filled, _ = _outputs(q, top_k, return_scores)
+    indices, count, scores, nans, pending, filled, invalid = _outputs(q, top_k, return_scores)
     results = Results(indices, count, scores if return_scores else None, nans, pending, filled)
     with torch.cuda.device_of(q):
-        lo, hi, invalid = launch_prepare(start, end, T, S, device)
+        lo, hi = launch_prepare(start, end, S, invalid)
         problem = Problem(q, k, w, k_scale, lo, hi)
         for row0 in range(0, T, sizes.row_chunk):
             _select_rows(problem, results, row0, min(sizes.row_chunk, T - row0), top_k, sizes)
@@ -159,7 +159,7 @@ def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: i
     S = problem.num_keys
     filled = results.filled[row0 : row0 + R]
     if plan.capacity >= S:
-        scores = launch_dense(problem, row0, R, plan)
+        scores = launch_dense(problem, row0, R, plan, as_ordered=True)
         launch_select_table(problem, scores, filled, results, row0, top_k, plan)
         return
     scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan)

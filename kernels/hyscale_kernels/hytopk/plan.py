@@ -20,10 +20,11 @@ MOST_CHUNK_KEYS = 2**24
 # Rows of one pass: few enough that their queries (32 heads of 128 bytes each) stay in the L2 cache.
 MOST_CHUNK_ROWS = 4096
 
-# Small per-row arrays: lo, hi of the call; scan_hi, threshold, plateau, and repair's list, counts and NaNs
-# of the chunk.
+# Small arrays: lo, hi of each row of the call; scan_hi, threshold, plateau, and repair's list and NaN counts
+# of each row of the chunk; repair's total.
 CALL_ROW_BYTES = 8
-CHUNK_ROW_BYTES = 24
+CHUNK_ROW_BYTES = 20
+TOTAL_BYTES = 4
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -149,9 +150,9 @@ class Plan:
         """Peak bytes allocated beside the outputs for T rows over S keys."""
         rows = min(self.row_chunk, T)
         words = ceil_div(min(self.key_chunk, S), 32)
-        small = T * CALL_ROW_BYTES + self.buffers(rows) * CHUNK_ROW_BYTES
         if self.capacity >= S:
-            return small + rows * S * 4
+            return T * CALL_ROW_BYTES + rows * S * 4
+        small = T * CALL_ROW_BYTES + self.buffers(rows) * CHUNK_ROW_BYTES + TOTAL_BYTES
         sampling = rows * self.samples * 4
         scanning = self.buffers(rows) * self.capacity * 4 + rows * words * 4
         selecting = self.buffers(rows) * self.capacity * 8
@@ -181,7 +182,7 @@ class Plan:
 
 def _samples(S: int, top_k: int) -> int:
     """Sampled keys: enough that about 32 of them are expected above the cut, 2,048 to 16,384."""
-    expected = 64 if S // top_k <= 64 else 32
+    expected = 64 if S // top_k < 64 else 32
     wanted = next_power_of_2(max(1, math.ceil(expected * S / top_k)))
     return max(2048, min(wanted, 16384))
 
@@ -190,7 +191,7 @@ def _chunks(
     T: int, S: int, top_k: int, capacity: int, samples: int, tile_rows: int, tile_keys: int
 ) -> tuple[int, int]:
     """Fewest even row chunks, then key chunks, whose buffers stay within the promised workspace."""
-    budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T
+    budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES
     bitmap = min(S, 2**18) // 8 + tile_keys
     per_row = CHUNK_ROW_BYTES + max(capacity * 8, capacity * 4 + bitmap, samples * 4)
     most_rows = max(1, min(budget // per_row, MOST_CHUNK_ROWS) // tile_rows) * tile_rows

@@ -99,7 +99,7 @@ def _plateau_kernel(
         p_score = score_ptr + row * top_k
         none = tl.zeros((1,), tl.int32)
         p_row = p_key + tl.zeros((1, 1), tl.int32)
-        held = tl.sum(reaching(p_row, none, none + filled, none + (NEVER + 1), False, 1, BLOCK))
+        held = tl.sum(reaching(p_row, none, none + filled, none + (NEVER + 1), 1, BLOCK))
         missing = top_k - held
         s = lo
         used = 0

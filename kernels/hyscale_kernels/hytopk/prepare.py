@@ -42,14 +42,15 @@ def _prepare_kernel(
 
 
 def launch_prepare(
-    start: torch.Tensor | None, end: torch.Tensor | None, T: int, S: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cleaned window bounds (lo, hi) and invalid flags, int32 [T].
+    start: torch.Tensor | None, end: torch.Tensor | None, S: int, invalid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cleaned window bounds (lo, hi), int32 [T]; fills the flags ``invalid``, int32 [T].
 
     With neither bound given the window is causal (the caller has checked T == S); one bound alone
     leaves the other at 0 or S.
     """
-    lo, hi, invalid = (torch.empty(T, dtype=torch.int32, device=device) for _ in range(3))
+    T = invalid.shape[0]
+    lo, hi = torch.empty_like(invalid), torch.empty_like(invalid)
     if T:
         block = 256
         _prepare_kernel[(ceil_div(T, block),)](
@@ -65,4 +66,4 @@ def launch_prepare(
             CAUSAL=start is None and end is None,
             BLOCK=block,
         )
-    return lo, hi, invalid
+    return lo, hi

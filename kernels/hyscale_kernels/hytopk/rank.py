@@ -9,27 +9,24 @@ Shape letters: ROWS rows of one program, BLOCK columns a step.
 import triton
 import triton.language as tl
 
-from .score import NEVER, ordered, unordered
+from .score import NEVER, unordered
 
 
 @triton.jit
-def load_ordered(p_row, columns, mask, TABLE: tl.constexpr):
-    """Ordered scores [ROWS, BLOCK]; NEVER off mask. TABLE: memory holds float32 scores, not ordered ones."""
-    if TABLE:
-        return tl.where(mask, ordered(tl.load(p_row + columns, mask=mask, other=0.0)), NEVER)
-    else:
-        return tl.load(p_row + columns, mask=mask, other=NEVER)
+def load_columns(p_row, columns, mask):
+    """Ordered scores [ROWS, BLOCK] of a row's columns; NEVER off mask."""
+    return tl.load(p_row + columns, mask=mask, other=NEVER)
 
 
 @triton.jit
-def survey(p_row, first, last, TABLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def survey(p_row, first, last, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """(present, low, high) [ROWS]: number and range of the scores in columns [first, last), NEVER aside."""
     present = tl.zeros((ROWS, BLOCK), tl.int32)
     low = tl.zeros((ROWS, BLOCK), tl.int32) + (2**31 - 1)
     high = tl.zeros((ROWS, BLOCK), tl.int32) + NEVER
     for i in range(tl.min(first), tl.max(last), BLOCK):
         o_c = (i + tl.arange(0, BLOCK))[None, :]
-        key = load_ordered(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]), TABLE)
+        key = load_columns(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]))
         present += (key != NEVER).to(tl.int32)
         low = tl.minimum(low, tl.where(key == NEVER, 2**31 - 1, key))
         high = tl.maximum(high, key)
@@ -37,12 +34,12 @@ def survey(p_row, first, last, TABLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def reaching(p_row, first, last, bar, TABLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def reaching(p_row, first, last, bar, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """int32 [ROWS]: how many scores of columns [first, last) are at least ``bar`` [ROWS]."""
     count = tl.zeros((ROWS, BLOCK), tl.int32)
     for i in range(tl.min(first), tl.max(last), BLOCK):
         o_c = (i + tl.arange(0, BLOCK))[None, :]
-        key = load_ordered(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]), TABLE)
+        key = load_columns(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]))
         count += (key >= bar[:, None]).to(tl.int32)
     return tl.sum(count, axis=1)
 
@@ -57,7 +54,6 @@ def nth_best(
     high,
     rank,
     slack,
-    TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -81,7 +77,7 @@ def nth_best(
         count3 = tl.zeros((ROWS, BLOCK), tl.int32)
         for i in range(tl.min(first), tl.max(last), BLOCK):
             o_c = (i + tl.arange(0, BLOCK))[None, :]
-            key = load_ordered(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]), TABLE)
+            key = load_columns(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]))
             count1 += (key >= bar1[:, None]).to(tl.int32)
             count2 += (key >= bar2[:, None]).to(tl.int32)
             count3 += (key >= bar3[:, None]).to(tl.int32)
@@ -100,14 +96,14 @@ def nth_best(
 
 
 @triton.jit
-def best(p_row, first, last, top_k, TABLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def best(p_row, first, last, top_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """What decides the top_k best of columns [first, last): (present, bar, room), each int32 [ROWS].
 
     Taken are the scores above bar, and of those equal to bar the first ``room``.
     """
-    present, low, high = survey(p_row, first, last, TABLE, ROWS, BLOCK)
-    bar, _ = nth_best(p_row, first, last, present, low, high, top_k, 0, TABLE, ROWS, BLOCK)
-    above = reaching(p_row, first, last, bar + 1, TABLE, ROWS, BLOCK)
+    present, low, high = survey(p_row, first, last, ROWS, BLOCK)
+    bar, _ = nth_best(p_row, first, last, present, low, high, top_k, 0, ROWS, BLOCK)
+    above = reaching(p_row, first, last, bar + 1, ROWS, BLOCK)
     return present, bar, tl.where(present > top_k, top_k - above, 0)
 
 
@@ -139,23 +135,23 @@ def place(
     wanted,
     p_out,
     p_score,
-    TABLE: tl.constexpr,
+    IDENTITY: tl.constexpr,
     WITH_SCORES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the keys of columns [first, last) that bar and room take to p_out, those of ``wanted`` rows.
 
-    p_index holds the key of each column (TABLE: the column is the key); all pointers are [ROWS, 1].
+    p_index holds the key of each column (IDENTITY: the column is the key); all pointers are [ROWS, 1].
     """
     above = tl.zeros((ROWS,), tl.int32)
     equal = tl.zeros((ROWS,), tl.int32)
     for i in range(tl.min(first), tl.max(last), BLOCK):
         o_c = (i + tl.arange(0, BLOCK))[None, :]
-        key = load_ordered(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]), TABLE)
+        key = load_columns(p_row, o_c, (o_c >= first[:, None]) & (o_c < last[:, None]))
         taken, position, above, equal = ranks(key, bar, room, above, equal)
         taken = taken & wanted[:, None]
-        if TABLE:
+        if IDENTITY:
             index = tl.broadcast_to(o_c, (ROWS, BLOCK))
         else:
             index = tl.load(p_index + o_c, mask=taken, other=0)

@@ -19,7 +19,7 @@ import triton.language as tl
 from .plan import Plan
 from .plateau import walk
 from .problem import Problem, Results
-from .rank import best, load_ordered, place, ranks
+from .rank import best, load_columns, place, ranks
 from .score import NEVER, load_query, load_weights
 
 
@@ -49,12 +49,12 @@ def _keep_best(p_key, p_index, used, top_k, BLOCK: tl.constexpr):
     """
     none = tl.zeros((1,), tl.int32)
     p_row = p_key + tl.zeros((1, 1), tl.int32)
-    present, bar, room = best(p_row, none, none + used, top_k, False, 1, BLOCK)
+    present, bar, room = best(p_row, none, none + used, top_k, 1, BLOCK)
     above = none
     equal = none
     for i in tl.range(0, used, BLOCK, num_stages=1):
         o_c = (i + tl.arange(0, BLOCK))[None, :]
-        key = load_ordered(p_row, o_c, o_c < used, False)
+        key = load_columns(p_row, o_c, o_c < used)
         index = tl.load(p_index + o_c, mask=o_c < used, other=0)
         taken, position, above, equal = ranks(key, bar, room, above, equal)
         # Columns move left only, so a block overwrites nothing that a later block reads.
@@ -168,7 +168,7 @@ def _merge_kernel(
         last = none + splits * capacity
         p_row = buffer_key_ptr + part * capacity + tl.zeros((1, 1), tl.int32)
         p_held = buffer_index_ptr + part * capacity + tl.zeros((1, 1), tl.int32)
-        present, bar, room = best(p_row, none, last, top_k, False, 1, BLOCK)
+        present, bar, room = best(p_row, none, last, top_k, 1, BLOCK)
         p_out = index_ptr + row * top_k + tl.zeros((1, 1), tl.int32)
         p_score = score_ptr + row * top_k + tl.zeros((1, 1), tl.int32)
         place(p_row, p_held, none, last, bar, room, none == 0, p_out, p_score, False, WITH_SCORES, 1, BLOCK)

@@ -227,8 +227,12 @@ def _dense_kernel(
     BT: tl.constexpr,
     BS: tl.constexpr,
     STAGES: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
-    """Scores [R, S] of key segment program_id(0), row tile program_id(1); -inf outside the window."""
+    """Scores [R, S] of key segment program_id(0), row tile program_id(1).
+
+    Outside the window: -inf, and with ORDERED nothing that may be read.
+    """
     o_r = tl.program_id(1) * BT + tl.arange(0, BT)
     live = o_r < R
     o_r = tl.minimum(o_r, R - 1)
@@ -245,16 +249,24 @@ def _dense_kernel(
         )
         if HAS_SCALE:
             score = score * key_scale(k_scale_ptr, keys)[None, :]
-        inside = (o_s[None, :] >= lo[:, None]) & (o_s[None, :] < hi[:, None])
-        score = tl.where(inside, tl.where(score == 0.0, 0.0, score), float("-inf"))
+        if ORDERED:
+            score = ordered(score)
+        else:
+            inside = (o_s[None, :] >= lo[:, None]) & (o_s[None, :] < hi[:, None])
+            score = tl.where(inside, tl.where(score == 0.0, 0.0, score), float("-inf"))
         pointers = out_ptr + o_r.to(tl.int64)[:, None] * S + o_s[None, :]
         tl.store(pointers, score, mask=live[:, None] & (o_s < S)[None, :])
 
 
-def launch_dense(problem: Problem, row0: int, R: int, plan: Plan) -> torch.Tensor:
-    """Canonical scores float32 [R, S] of rows row0 .. row0+R-1; -inf outside the windows."""
+def launch_dense(
+    problem: Problem, row0: int, R: int, plan: Plan, *, as_ordered: bool = False
+) -> torch.Tensor:
+    """Canonical scores float32 [R, S] of rows row0 .. row0+R-1; -inf outside the windows.
+
+    ``as_ordered`` gives their ordered form, int32, and promises nothing outside the windows.
+    """
     S = problem.num_keys
-    out = torch.empty((R, S), dtype=torch.float32, device=problem.device)
+    out = torch.empty((R, S), dtype=torch.int32 if as_ordered else torch.float32, device=problem.device)
     if R == 0 or S == 0:
         return out
     segment = plan.segment_keys(R, S)
@@ -272,6 +284,7 @@ def launch_dense(problem: Problem, row0: int, R: int, plan: Plan) -> torch.Tenso
         BT=plan.tile_rows,
         BS=plan.tile_keys,
         STAGES=plan.stages,
+        ORDERED=as_ordered,
         **plan.scan_options(),
     )
     return out

@@ -44,7 +44,7 @@ def _select_kernel(
 ):
     """Result of ROWS rows a program, and whether each is pending for repair.
 
-    With TABLE, key_ptr is the score table float32 [R, capacity], and candidate_ptr and threshold_ptr
+    With TABLE, key_ptr is the table of ordered scores [R, capacity], and candidate_ptr and threshold_ptr
     are not read.
     """
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -65,7 +65,7 @@ def _select_kernel(
         whole = filled <= capacity
         first = tl.zeros((ROWS,), tl.int32)
         last = tl.where(whole, filled, 0)
-    present, bar, room = best(p_row, first, last, top_k, TABLE, ROWS, BLOCK)
+    present, bar, room = best(p_row, first, last, top_k, ROWS, BLOCK)
     count = tl.minimum(present, top_k)
     pending = ~whole
     if not TABLE:
@@ -113,7 +113,7 @@ def launch_select_table(
     top_k: int,
     plan: Plan,
 ) -> None:
-    """Write the results of rows row0 .. row0+R-1 from their scores float32 [R, S], S <= plan.capacity."""
+    """Write the results of rows row0 .. row0+R-1 from their ordered scores [R, S], S <= plan.capacity."""
     S = problem.num_keys
     _launch(problem, filled, scores, filled, filled, results, row0, top_k, plan, S, True)
 

@@ -120,12 +120,12 @@ def _threshold_kernel(
         p_row = sample_ptr + o_r.to(tl.int64)[:, None] * samples
         first = tl.zeros((ROWS,), tl.int32)
         last = tl.where(guess, samples, 0)
-        seen, low, high = survey(p_row, first, last, False, ROWS, BLOCK)
+        seen, low, high = survey(p_row, first, last, ROWS, BLOCK)
         guess = guess & (seen > 0)
         expected = top_k.to(tl.float32) * seen.to(tl.float32) / tl.maximum(length, 1).to(tl.float32)
         rank = (expected + CAUTION * tl.sqrt(expected) + CAUTION * CAUTION / 3.0).to(tl.int32) + 1
         # A rank a little too generous is as good. Too few samples for any rank keep every key.
-        bar, reach = nth_best(p_row, first, last, seen, low, high, rank, rank // 16, False, ROWS, BLOCK)
+        bar, reach = nth_best(p_row, first, last, seen, low, high, rank, rank // 16, ROWS, BLOCK)
         guess = guess & (bar != NEVER)
         # More candidates expected than fit: only equal scores can have held the search up.
         share = reach.to(tl.float32) / tl.maximum(seen, 1).to(tl.float32)

@@ -137,7 +137,7 @@ def race(
                 indices = call()
                 status, reason = "wrong", gate(case, contender, indices)
                 del indices
-            except (RuntimeError, ImportError, torch.OutOfMemoryError) as error:
+            except (RuntimeError, ImportError, OSError) as error:
                 status, reason = "failed", f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
         if reason is None:
             calls[name] = call
