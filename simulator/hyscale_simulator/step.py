@@ -13,7 +13,7 @@ from hyscale_simulator.blocks import EMPTY, Block, Pricing, joined
 from hyscale_simulator.graph import Graph, GraphBuilder
 from hyscale_simulator.kernels import kernel
 from hyscale_simulator.layout import Plan
-from hyscale_simulator.memory import parameters_of
+from hyscale_simulator.memory import kept_bytes, parameters_of
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.schedules import Op, Step
 from hyscale_simulator.work import (
@@ -102,7 +102,8 @@ class _Composer:
         key = (way, kind)
         if key not in self.layers:
             items = forward(self.rank, kind) if way == "F" else _half(backward(self.rank, kind), way)
-            self.layers[key] = self.pricing.block(self._sharded(self._beneath(items), kind, way))
+            beneath = self._sharded(self._beneath(items), kind, way)
+            self.layers[key] = self.pricing.block([*self._offloaded(kind, way), *beneath])
         return self.layers[key]
 
     def _ends(self, way: str, ahead: End, back: End) -> Block:
@@ -120,6 +121,25 @@ class _Composer:
             if isinstance(item, Communicate) and item.group == "expert"
             else item
             for item in items
+        ]
+
+    def _offloaded(self, kind: LayerKind, way: str) -> list[Item]:
+        """Kept activations on their way to the host, or back for the backward pass, beneath the kernels."""
+        share = self.scenario.offload.activations
+        if not share or way == "W":
+            return []
+        size = share * kept_bytes(self.rank, kind)
+        name, phase = ("store", "forward") if way == "F" else ("load", "backward")
+        return [
+            Communicate(
+                f"activations.{name}",
+                f"{phase}/host copies",
+                "host",
+                "host",
+                size,
+                until="end",
+                start="block",
+            )
         ]
 
     def _sharded(self, items: list[Item], kind: LayerKind, way: str) -> list[Item]:

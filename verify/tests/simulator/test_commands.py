@@ -55,6 +55,8 @@ def test_simulate_takes_a_file_changes_and_writes_a_trace(tmp_path: Path) -> Non
         ([*PRESET, "--set", "gpus=100000"], "gpus = 100000: the cluster"),
         ([*PRESET, "--profiles", "none.jsonl"], "none.jsonl:1: unreadable"),
         ([*PRESET, "--engine", "magic"], "--engine 'magic'"),
+        ([*PRESET, "--layer", "3"], "--layer: needs --trace FILE"),
+        ([*PRESET, "--layer", "78", "--trace", "unwritten.json"], "layer = 78; the model has 0 to 77"),
         ([*PRESET, "--nonsense"], "No such option"),
     ],
 )

@@ -108,6 +108,41 @@ def test_a_wanted_implementation_is_used_or_its_stand_in_named() -> None:
     assert "no profile of cudnn, mine's is used" in stand_in.warning
 
 
+def test_a_few_points_of_ones_own_do_not_hide_a_full_table() -> None:
+    """Of two tables of one GPU, the one that reaches the shape is used; measured points still go first."""
+    mine = [replace(scores(4096, 65536, 2000.0), implementation="mine")]
+    full = [
+        replace(scores(4096, keys, keys / 27), implementation="full") for keys in (65536, 262144, 1048576)
+    ]
+    prices = Prices(Profiles([*mine, *full], GPUS), H200)
+    near = prices(kernel("index_scores", "fp8", rows=4096, keys=65536, heads=32, dim=128))
+    far = prices(kernel("index_scores", "fp8", rows=4096, keys=524288, heads=32, dim=128))
+    assert near.us == 2000.0
+    assert far.us == pytest.approx(524288 / 27, rel=0.01)
+    assert far.warning == ""
+
+
+def test_gemm_points_of_all_libraries_share_a_table() -> None:
+    ours = ProfilePoint(
+        op="gemm", implementation="torch", dtype="bf16", shape=as_shape({"m": 8192, "n": 6200, "k": 6144}),
+        device=H200.device, median_us=1000.0,
+    )  # fmt: skip
+    everything = [*(p for t in load_profiles().tables() if t.op == "gemm" for p in t.points.values()), ours]
+    prices = Prices(Profiles(everything, GPUS), H200)
+    assert prices(kernel("gemm", "bf16", m=8192, n=6200, k=6144)).us == 1000.0
+    assert prices(kernel("gemm", "bf16", m=8192, n=6144, k=6144)).how == "measured"
+
+
+def test_a_gpu_of_ones_own_may_have_profiles(tmp_path: Path) -> None:
+    mine = H20.model_copy(update={"device": "NVIDIA X1", "name": "X1"})
+    path = tmp_path / "x1.jsonl"
+    write_profile(path, [replace(scores(4096, 65536, 777.0), device="NVIDIA X1")])
+    with pytest.raises(DescriptionError, match="NVIDIA X1"):
+        load_profiles((str(path),))
+    call = kernel("index_scores", "fp8", rows=4096, keys=65536, heads=32, dim=128)
+    assert Prices(load_profiles((str(path),), (mine,)), mine)(call).us == 777.0
+
+
 def test_an_unknown_device_or_incomplete_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DescriptionError, match="profile of device 'NVIDIA X100'"):
         Profiles([replace(scores(1, 1, 1.0), device="NVIDIA X100")], GPUS)

@@ -212,6 +212,26 @@ def test_replay_alone_stays_below_two() -> None:
     assert 1.2 < gain < 2.0
 
 
+def test_offloading_hides_beneath_kernels_or_shows() -> None:
+    """At 1M tokens a layer's input leaves in milliseconds; everything kept without recomputation does not."""
+    hidden = GLM.with_(**{"offload.activations": 1.0})
+    assert evaluate(hidden).step_ns == evaluate(GLM).step_ns
+    assert evaluate(hidden).memory.peak_bytes < evaluate(GLM).memory.peak_bytes
+    small = {
+        "model": "llama3-8b",
+        "gpus": 8,
+        "layout.tensor_parallel": 1,
+        "layout.pipeline_parallel": 1,
+        "layout.virtual_stages": 1,
+        "layout.schedule": "1f1b",
+        "batch.sequences_per_step": 8,
+    }
+    shown = load("llama3-405b-8192xh100").with_(
+        **small, **{"recompute.policy": "none", "offload.activations": 1.0}
+    )
+    assert dict(evaluate(shown).breakdown)["host copies"] > 0
+
+
 def test_a_contiguous_split_nearly_doubles_selection() -> None:
     contiguous = evaluate(GLM.with_(**{"layout.context_split": "contiguous"}))
     balanced = evaluate(GLM)
@@ -272,6 +292,14 @@ def test_counted_flops_match_the_models(name: str) -> None:
         per_rank -= scored * model.layers * batch.sequence_tokens
     per_rank /= cut.tensor * cut.context
     assert 1.0 <= counted / per_rank <= 1.35
+
+
+def test_one_layer_is_traced_kernel_by_kernel() -> None:
+    timeline = evaluator().layer(GLM, 40)
+    names = {timeline.graph.name(task) for task in range(len(timeline.graph))}
+    assert {"select.hytopk", "dispatch", "core", "core.bwd", "experts.up.wgrad"} <= names
+    with pytest.raises(ValueError, match="layer = 78; the model has 0 to 77"):
+        evaluator().layer(GLM, 78)
 
 
 def test_unknown_engines_and_illegal_layouts_are_refused() -> None:
