@@ -5,6 +5,7 @@ Exit codes: 0 done (validate: within its targets), 1 validate outside them, 2 us
 """
 
 import json
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,11 @@ def _run(command: Callable[..., int], argv: list[str], name: str) -> int:
             return USAGE
         raise
     return int(code or 0)
+
+
+def _console() -> Console:
+    """Standard output: the terminal's width, or wide enough for every table where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -112,7 +118,7 @@ def simulate(argv: list[str]) -> int:
         own = () if gpu in [find(Gpu, "gpus", name) for name in shipped("gpus")] else (gpu,)
         evaluate = evaluator(tuple(str(path) for path in profiles or []), own)
         result = evaluate(chosen, engine=engine)
-        show(result, Console())
+        show(result, _console())
         if json_ is not None:
             json_.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
         if trace is not None:
@@ -191,7 +197,7 @@ def presets(argv: list[str]) -> int:
         if schema:
             print(json.dumps(schemas((Scenario, Model, Cluster, Gpu)), indent=2))
             return OK
-        console = Console()
+        console = _console()
         scenarios = Table("scenario", "model", "cluster", "GPUs", "tokens", "what", box=None, pad_edge=False)
         for name in shipped("scenarios"):
             item = load(name)
@@ -263,7 +269,7 @@ def validate(argv: list[str]) -> int:
 def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
     from hyscale_simulator.validation import compare, compare_kernels, compare_memory, summarise
 
-    console = Console()
+    console = _console()
     rows = compare(profiles)
     table = Table("case", "published s", "predicted s", "error %", "", box=None, pad_edge=False)
     for column in table.columns[1:4]:
@@ -373,7 +379,7 @@ def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
              "regime": measured.regime, "gpu": measured.gpu.name, "points": len(errors),
              "median_pct": median, "p90_pct": p90}
         )  # fmt: skip
-    console = Console()
+    console = _console()
     console.print("Leave-one-shape-out: each measured shape predicted from its neighbours.")
     console.print(table)
     if json_ is not None:

@@ -333,6 +333,8 @@ OPS: Mapping[str, Op] = {
     "record_decode": Op(_codec, axes=("top_k", "keys", "rows")),
     # Streaming kernels: bytes for each element of [rows, width].
     "fill": _stream(4.0, 1.0),
+    # fp32 products of every head: relu (read, write), times the weight (read, write), sum over heads (read).
+    "index_unfused": _stream(20.0, 4.0),
     "rmsnorm": _stream(4.0),
     "rmsnorm_bwd": _stream(6.0),
     "layernorm": _stream(4.0),

@@ -202,7 +202,8 @@ def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
             yield "gathered keys", 2 * 2.0 * rank.tokens * cut.context * width
         if scenario.selection.table:
             keys = scenario.batch.sequence_tokens // model.indexer.key_ratio
-            yield "score table", 4.0 * chunk_rows(rank) * keys
+            tables = 1 + (model.indexer.heads if scenario.selection.scoring_dtype == "fp32" else 0)
+            yield "score table", 4.0 * chunk_rows(rank) * keys * tables
         else:  # the selection contract's bound: a bitmap and candidate lists, in row blocks
             yield "selection workspace", min(16.0 * rank.tokens * model.indexer.top_k + 64 * 2**20, 4.0e9)
     if any(kind.experts for kind in kinds) and model.experts is not None and cut.expert > 1:

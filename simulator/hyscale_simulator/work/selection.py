@@ -146,6 +146,9 @@ def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
     passes = [
         ("scores", kernel("index_scores", dtype, options.scorer, rows=rows, keys=keys, **scored), count)
     ]
+    if dtype == "fp32":  # torch: an einsum for each head, then element by element
+        unfused = kernel("index_unfused", "fp32", rows=rows * indexer.heads, width=keys)
+        passes.append(("unfused", unfused, count))
     if options.mask_pass and whole > visible:
         passes.append(("mask", kernel("fill", "fp32", rows=rows, width=whole - visible), count))
     top = kernel(

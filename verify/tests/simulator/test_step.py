@@ -116,10 +116,7 @@ def test_a_faster_kernel_or_collective_never_slows_the_step(
 ) -> None:
     """But for what a shorter overlap changes in which kernels lose SMs, which no schedule can exclude."""
     scenario = scenario.with_(**{"overlap.communication_sms": 0})
-    assert (
-        evaluate(scenario, scale=((faster, factor),)).step_ns
-        <= evaluate(scenario).step_ns + 2 * 78 * 64  # rounding to whole nanoseconds, item by item
-    )
+    assert evaluate(scenario, scale=((faster, factor),)).step_ns <= evaluate(scenario).step_ns
 
 
 @given(scenario=scenarios())
@@ -130,7 +127,7 @@ def test_more_network_bandwidth_never_slows_the_step(scenario: Scenario) -> None
     scenario = scenario.with_(**{"overlap.communication_sms": 0})
     faster = scenario.model_copy()
     faster.__dict__["cluster_description"] = better
-    assert evaluate(faster).step_ns <= evaluate(scenario).step_ns + 2 * 78 * 64
+    assert evaluate(faster).step_ns <= evaluate(scenario).step_ns
 
 
 def test_doubling_every_duration_doubles_the_step() -> None:
@@ -230,6 +227,20 @@ def test_offloading_hides_beneath_kernels_or_shows() -> None:
         **small, **{"recompute.policy": "none", "offload.activations": 1.0}
     )
     assert dict(evaluate(shown).breakdown)["host copies"] > 0
+
+
+def test_unfused_fp32_scoring_costs_what_it_writes() -> None:
+    """32 heads of 20 bytes a pair beside the products: an order of magnitude over bf16 scoring."""
+    unfused = BASELINE.with_(
+        **{"selection.scoring_dtype": "fp32", "selection.square": True, "selection.selector": "torch.topk"}
+    )
+    assert (
+        dict(evaluate(unfused).breakdown)["selection"] > 8 * dict(evaluate(BASELINE).breakdown)["selection"]
+    )
+    tables = {
+        name: dict(evaluate(s).memory.items)["score table"] for name, s in (("a", unfused), ("c", BASELINE))
+    }
+    assert tables["a"] == 33 * tables["c"]
 
 
 def test_a_contiguous_split_nearly_doubles_selection() -> None:
