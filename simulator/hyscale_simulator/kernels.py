@@ -294,7 +294,7 @@ def _stream(bytes_per_element: float, slots: float = 4.0) -> Op:
         elements = float(s["rows"]) * s["width"]
         return Cost(vector_slots=slots * elements, bytes=bytes_per_element * elements)
 
-    return Op(cost, axes=("width", "rows"), memory=True)
+    return Op(cost, axes=("width", "rows"), memory=True, additive=("rows", "width"))
 
 
 _SCORED = ("heads", "dim", "rows", "keys")

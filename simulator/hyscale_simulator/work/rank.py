@@ -49,7 +49,7 @@ class Rank:
         """Mean keys a query of the busiest rank sees.
 
         Zig-zag: the same for all.  Contiguous: the last of P ranks sees (2P - 1) / P times the mean
-        (simulators.md 4.3; Megatron-LM issue 6058).
+        (sum the causal pairs of the last 1/P of the rows; Megatron-LM issue 6058 reports the effect).
         """
         if self.scenario.layout.context_split == "zigzag":
             return self.keys_mean
