@@ -199,6 +199,9 @@ class Pricing:
         imbalance: dict[int, int] = {}
         last = -1
         contended = False
+        beneath = {item.group for item in items if isinstance(item, Communicate) and item.until}
+        # However many collectives run at once, the kernels keep a tenth of the SMs.
+        share = min(self.sm_share, 0.9 / max(len(beneath), 1))
         for item in items:
             before = [last] if last >= 0 else []
             if isinstance(item, Communicate):
@@ -210,7 +213,7 @@ class Pricing:
                 task = builder.add(
                     item.name, item.kind, f"network.{item.group}", self.communication_ns(item),
                     [] if item.start == "block" else before + due,
-                    sm_taken={COMPUTE: self.sm_share} if hidden else None,
+                    sm_taken={COMPUTE: share} if hidden else None,
                 )  # fmt: skip
                 (due.append(task) if exposed else waiting.append((item.until, task)))
                 continue

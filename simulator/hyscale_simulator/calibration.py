@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from hyscale_simulator.descriptions import DATA, Description, Rate, parse
+from hyscale_simulator.descriptions import DATA, Description, DescriptionError, Rate, parse
 
 __all__ = ["Calibration", "calibration"]
 
@@ -68,11 +68,15 @@ class Calibration(Description):
         return len(self.sustained_tensor) + len(self.assumed) + 2
 
     def tensor(self, family: str, dtype: str) -> SustainedTensor:
-        """The entry of a family and dtype; ValueError for a family without one."""
+        """The entry of a family and dtype; DescriptionError for a family without one."""
         for item in self.sustained_tensor:
             if item.family == family and item.dtype in ("any", "bf16" if dtype == "fp16" else dtype):
                 return item
-        raise ValueError(f"calibration.toml: no sustained_tensor for family {family!r} and dtype {dtype!r}")
+        known = sorted({item.family for item in self.sustained_tensor})
+        raise DescriptionError(
+            f"gpu: family = {family!r}: no sustained {dtype} rate in calibration.toml (families: "
+            f"{', '.join(known)}); give the GPU a sustained_tensor_fraction"
+        )
 
     def assumption(self, op: str) -> Assumed | None:
         """What is assumed of an op, if anything."""

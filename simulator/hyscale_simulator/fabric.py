@@ -10,7 +10,7 @@ from hyscale_simulator import collectives
 from hyscale_simulator.collectives import Cost
 from hyscale_simulator.descriptions import DATA
 from hyscale_simulator.hardware import Cluster, Gpu
-from hyscale_simulator.layout import Plan
+from hyscale_simulator.layout import LayoutError, Plan
 from hyscale_simulator.network import CopyKernel, Fabric, Group, InSwitchReduction, Level, Table
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Communicate
@@ -67,6 +67,7 @@ class Network:
 
     def __init__(self, scenario: Scenario, plan: Plan, imbalance: float) -> None:
         self.fabric = fabric_of(scenario.cluster_description, scenario.gpu_description)
+        self._name = scenario.name
         self._host_gb_per_s = scenario.gpu_description.host_link_gb_per_s
         experts = scenario.model_description.experts
         self._routing = (
@@ -94,7 +95,10 @@ class Network:
     def group(self, name: GroupName) -> Group:
         """Where the group's ranks lie."""
         if name not in self._groups:
-            self._groups[name] = self.fabric.group(*self._shape[name])
+            try:
+                self._groups[name] = self.fabric.group(*self._shape[name])
+            except ValueError as error:
+                raise LayoutError(f"scenario {self._name}: the {name} ranks: {error}") from None
         return self._groups[name]
 
     def cost(self, item: Communicate) -> Cost:
@@ -105,7 +109,12 @@ class Network:
         group = self.group(item.group)
         if item.collective in ("dispatch", "combine"):
             assert self._routing is not None
-            return collectives.expert_exchange(self.fabric, group, item.tokens, item.num_bytes, self._routing)
+            try:
+                return collectives.expert_exchange(
+                    self.fabric, group, item.tokens, item.num_bytes, self._routing
+                )
+            except ValueError as error:
+                raise LayoutError(f"scenario {self._name}: expert exchange: {error}") from None
         price = {
             "all_gather": collectives.all_gather,
             "reduce_scatter": collectives.reduce_scatter,

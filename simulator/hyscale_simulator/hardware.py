@@ -104,6 +104,8 @@ class Cluster(Description):
                 f"nics_per_node = {self.nics_per_node}; must divide gpus_per_node = {self.gpus_per_node}, "
                 "or be a multiple of it"
             )
+        if self.nodes > self.nodes_per_leaf and self.nodes % self.nodes_per_leaf:
+            raise ValueError(f"nodes_per_leaf = {self.nodes_per_leaf}; must divide nodes = {self.nodes}")
         return self
 
     @property

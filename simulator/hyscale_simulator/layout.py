@@ -174,6 +174,14 @@ def _check_widths(scenario: Scenario) -> None:
                 "key among its heads, so only 'all_gather' is possible"
             )
     gpu = scenario.gpu_description
+    if (
+        model.indexer is not None
+        and scenario.selection.scoring_dtype == "fp8"
+        and gpu.tensor_tflops.fp8 is None
+    ):
+        raise LayoutError(
+            f"scenario {scenario.name}: selection.scoring_dtype = 'fp8': {gpu.name} has no fp8 tensor cores"
+        )
     if scenario.precision.linear == "fp8" and gpu.tensor_tflops.fp8 is None:
         raise LayoutError(
             f"scenario {scenario.name}: precision.linear = 'fp8': {gpu.name} has no fp8 tensor cores"

@@ -2,7 +2,7 @@
 
 from hyscale_simulator.kernels import kernel
 from hyscale_simulator.work.attention import norm
-from hyscale_simulator.work.items import Communicate, Compute, Item, in_phase, stream
+from hyscale_simulator.work.items import Collective, Communicate, Compute, Item, in_phase, stream
 from hyscale_simulator.work.parallel import column, column_backward
 from hyscale_simulator.work.rank import Rank
 
@@ -64,5 +64,5 @@ def _lookup(rank: Rank, op: str) -> Compute:
 
 def _sum(rank: Rank, name: str) -> Communicate:
     whole = rank.tokens * rank.scenario.model_description.hidden * 2.0
-    way = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
-    return Communicate(name, "tensor comm", way, "tensor", whole)  # type: ignore[arg-type]
+    way: Collective = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
+    return Communicate(name, "tensor comm", way, "tensor", whole)

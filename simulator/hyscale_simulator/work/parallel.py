@@ -1,6 +1,6 @@
 """Linear layers cut over tensor-parallel ranks, with the collectives that join them."""
 
-from hyscale_simulator.work.items import Communicate, Item, backward_linear, linear
+from hyscale_simulator.work.items import Collective, Communicate, Item, backward_linear, linear
 from hyscale_simulator.work.rank import Rank
 
 __all__ = ["column", "column_backward", "row", "row_backward"]
@@ -58,18 +58,18 @@ def column_backward(rank: Rank, name: str, kind: str, n: int, k: int) -> list[It
 
 
 def _reduce(rank: Rank, name: str, width: int, until: str = "") -> Communicate:
-    collective = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
+    collective: Collective = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
     whole = rank.tokens * width * 2.0
-    return Communicate(name, KIND, collective, "tensor", whole, until=until)  # type: ignore[arg-type]
+    return Communicate(name, KIND, collective, "tensor", whole, until=until)
 
 
-def _pipelined(rank: Rank, name: str, collective: str, width: int, until: str) -> list[Item]:
+def _pipelined(rank: Rank, name: str, collective: Collective, width: int, until: str) -> list[Item]:
     """A gather ahead of a product; overlapped, all but the first rank's share runs beneath it."""
     whole = rank.tokens * width * 2.0
     if rank.scenario.overlap.tensor != "full":
-        return [Communicate(name, KIND, collective, "tensor", whole)]  # type: ignore[arg-type]
+        return [Communicate(name, KIND, collective, "tensor", whole)]
     first = whole / rank.plan.tensor
     return [
-        Communicate(f"{name}.first", KIND, collective, "tensor", first),  # type: ignore[arg-type]
-        Communicate(name, KIND, collective, "tensor", whole - first, until=until),  # type: ignore[arg-type]
+        Communicate(f"{name}.first", KIND, collective, "tensor", first),
+        Communicate(name, KIND, collective, "tensor", whole - first, until=until),
     ]

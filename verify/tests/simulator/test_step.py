@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hyscale_simulator import perturb
 from hyscale_simulator.critical_path import stream_use
+from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.evaluate import Evaluator, evaluate, evaluator
 from hyscale_simulator.flops import model_flops
 from hyscale_simulator.layout import LayoutError, plan
@@ -311,6 +312,47 @@ def test_one_layer_is_traced_kernel_by_kernel() -> None:
     assert {"select.hytopk", "dispatch", "core", "core.bwd", "experts.up.wgrad"} <= names
     with pytest.raises(ValueError, match="layer = 78; the model has 0 to 77"):
         evaluator().layer(GLM, 78)
+
+
+sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 6, 8, 16])
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_asked_is_answered_or_refused(data: st.DataObject) -> None:
+    """Layouts drawn with no regard to the rules: a result, or one message that names the field."""
+    fields: dict[str, Any] = {
+        f"layout.{name}": data.draw(sizes)
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+    }
+    ranks = math.prod(fields[f"layout.{n}_parallel"] for n in ("tensor", "context", "pipeline"))
+    fields |= {
+        "model": data.draw(st.sampled_from(["glm-5.1", "glm-5.2", "gpt-22b", "deepseek-v3", "qwen3-235b"])),
+        "cluster": data.draw(st.sampled_from(["h20-64x8-4x400g", "a100-384x8", "b200-64x8"])),
+        "gpus": ranks * data.draw(st.integers(1, 3)),
+        "layout.schedule": data.draw(st.sampled_from(["1f1b", "interleaved", "dualpipe", "zero_bubble"])),
+        "layout.virtual_stages": data.draw(st.sampled_from([1, 1, 1, 2])),
+        "layout.sequence_parallel": data.draw(st.booleans()),
+        "layout.zero_stage": data.draw(st.integers(0, 3)),
+        "batch.sequence_tokens": data.draw(st.sampled_from([1, 100, 4096, 65536, 27720])),
+        "batch.sequences_per_step": data.draw(st.sampled_from([1, 7, 48, 5040])),
+        "recompute.replay": False,
+        "overlap.communication_sms": data.draw(st.sampled_from([0, 20, 70, 500])),
+        "overlap.tensor": data.draw(st.sampled_from(["none", "full"])),
+        "overlap.expert": data.draw(st.booleans()),
+        "routing.max_nodes": data.draw(st.integers(0, 2)),
+        "selection.scoring_dtype": data.draw(st.sampled_from(["bf16", "fp8"])),
+        "precision.linear": data.draw(st.sampled_from(["bf16", "fp8"])),
+    }
+    refusal = ""
+    try:
+        result = evaluate(GLM.with_(**fields))
+    except DescriptionError as error:
+        refusal = str(error)
+    if refusal:
+        assert refusal.startswith("scenario glm-5.1-1m-512xh20: ")
+    else:
+        assert all(sum(parts.values()) == result.step_ns for parts in result.stage_parts_ns)
 
 
 def test_unknown_engines_and_illegal_layouts_are_refused() -> None:
