@@ -13,10 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from scipy.optimize import brentq
 
 from hyscale_simulator.blocks import Scale
+from hyscale_simulator.descriptions import find
+from hyscale_simulator.durations import Prices
 from hyscale_simulator.evaluate import Evaluator
+from hyscale_simulator.hardware import Gpu
+from hyscale_simulator.kernels import kernel
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.switches import BASELINES, Baseline
@@ -26,22 +31,28 @@ __all__ = [
     "CLAIMED",
     "GAINS",
     "PRECISIONS",
+    "PUBLISHED_GAINS",
     "TOLERANCE",
     "BaselineCase",
     "Cell",
     "Crossover",
+    "PublicKernel",
     "baseline_case",
     "closed_form",
     "crossover",
     "length_scenario",
+    "public_kernels",
     "required_share",
 ]
 
 CLAIMED = 2.07
 TOLERANCE = 0.05
+PUBLISHED_GAINS = (1.2, 3.3)
+"""Of a whole prefill's selection: 1.2 to 2.0 on untrained indexers, 1.7 to 3.3 on trained ones "
+"(FlashTopK)."""
 PRECISIONS = ("bf16", "fp8")
 GAINS = (1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 3.3, 4.0)
-"""Kernel gains of the map; 1.2 to 2.0 is published for untrained indexers, 1.7 to 3.3 for trained ones."""
+"""Kernel gains of the map."""
 
 LENGTHS = tuple(2**power for power in range(13, 21))
 
@@ -122,6 +133,13 @@ class BaselineCase:
         return closed_form(self.other_s, self.selection_s, self.improved_selection_s)
 
     @property
+    def possible(self) -> bool:
+        """Whether a published kernel gain meets the claim within its tolerance."""
+        low, high = PUBLISHED_GAINS
+        most = math.inf if self.gain_high is None else self.gain_high
+        return self.gain_low is not None and self.gain_low <= high and most >= low
+
+    @property
     def closed_form_error(self) -> float:
         """Closed form over the simulated speed-up without bubble and communication, minus one."""
         return self.closed_form / self.stripped_speedup - 1
@@ -158,22 +176,26 @@ def baseline_case(
     twin = next(b for b in BASELINES if b.letter == ("E" if new.selection.scoring_dtype == "fp8" else "C"))
     reference = selection_pass_s(evaluate(twin.scenario().with_(**linear)))
     own = selection_pass_s(after)
-    target_ns = before.step_ns
 
-    def speedup(gain_inverse: float) -> float:
-        """With a kernel of 1/gain_inverse (0: takes no time)."""
+    def step_s(gain_inverse: float) -> float:
+        """With a kernel gain of 1 / gain_inverse (0: a kernel that takes no time)."""
         factor = gain_inverse * reference / own
-        return target_ns / evaluate(new, scale=(("selection", factor),)).step_ns
+        return evaluate(new, scale=(("selection", factor),)).step_time_s
 
-    free = speedup(0.0)
+    inverses = [0.0, *sorted(1 / gain for gain in gains)]
+    steps = [step_s(inverse) for inverse in inverses]
 
     def needed(wanted: float) -> float | None:
-        if free < wanted:
+        """Between two points of the map the step is a line in 1 / gain, but for knees."""
+        aim = before.step_time_s / wanted
+        if steps[0] > aim:
             return None
-        slow = 1.0
-        while speedup(slow) > wanted:
-            slow *= 2  # a kernel slower than the reference suffices
-        return 1 / float(brentq(lambda x: speedup(x) - wanted, 1e-9, slow, xtol=1e-4))
+        if steps[-1] >= aim:
+            return 1 / max(float(np.interp(aim, steps, inverses)), 1e-9)
+        slow = 2 * inverses[-1]
+        while step_s(slow) < aim:  # a kernel slower than any of the map suffices
+            slow *= 2
+        return 1 / float(brentq(lambda x: step_s(x) - aim, inverses[-1], slow, xtol=1e-3))
 
     lowest = 1 - TOLERANCE, 1.0, 1 + TOLERANCE
     return BaselineCase(
@@ -186,10 +208,13 @@ def baseline_case(
         reference_s=reference,
         other_s=kernel_s(before) - 2 * selection_pass_s(before),
         stripped_speedup=_without_communication(old, evaluate) / _without_communication(new, evaluate),
-        replay_only=target_ns / evaluate(old.with_(**{"recompute.replay": True})).step_ns,
-        kernel_only=target_ns / evaluate(new.with_(**{"recompute.replay": False})).step_ns,
-        free_kernel=free,
-        cells=tuple(Cell(gain, speedup(1 / gain)) for gain in gains),
+        replay_only=before.step_ns / evaluate(old.with_(**{"recompute.replay": True})).step_ns,
+        kernel_only=before.step_ns / evaluate(new.with_(**{"recompute.replay": False})).step_ns,
+        free_kernel=before.step_time_s / steps[0],
+        cells=tuple(
+            Cell(1 / inverse, before.step_time_s / step)
+            for inverse, step in zip(reversed(inverses[1:]), reversed(steps[1:]), strict=True)
+        ),
         **dict(
             zip(
                 ("gain_low", "gain_claimed", "gain_high"),
@@ -255,3 +280,32 @@ def crossover(baseline: Baseline, evaluate: Evaluator, lengths: Sequence[int] = 
         after = selection_pass_s(evaluate(length_scenario(baseline.improved(), tokens)))
         ratios.append((tokens, before / after))
     return Crossover(baseline, tuple(ratios))
+
+
+@dataclass(frozen=True)
+class PublicKernel:
+    """The only public selection times on an H20: vLLM RFC 53563, fp8, 64 heads of 128, 2,048 of N keys for
+    the last 4,096 queries; DeepGEMM and a selector, against one fused kernel.
+
+    predicted_ms, predicted_fused_ms: what the simulator's prices say of the same calls.
+    """
+
+    tokens: int
+    published_ms: float
+    published_fused_ms: float
+    predicted_ms: float
+    predicted_fused_ms: float
+
+
+def public_kernels(evaluate: Evaluator) -> tuple[PublicKernel, ...]:
+    """Both published lengths, priced on an H20."""
+    prices = Prices(evaluate.profiles, find(Gpu, "gpus", "h20"))
+    found = []
+    for tokens, separate, fused in ((16 * 1024, 4.280, 3.883), (128 * 1024, 33.83, 32.54)):
+        shape = {"rows": 4096, "keys": tokens - 2048}  # the mean of the last 4,096 causal rows
+        scored = {"heads": 64, "dim": 128}
+        scores = prices(kernel("index_scores", "fp8", "deepgemm", **shape, **scored))
+        top = prices(kernel("index_select", "fp32", "flashinfer", "untrained", **shape, top_k=2048))
+        whole = prices(kernel("hytopk", "fp8", "", "untrained", **shape, **scored, top_k=2048))
+        found.append(PublicKernel(tokens, separate, fused, (scores.us + top.us) / 1e3, whole.us / 1e3))
+    return tuple(found)
