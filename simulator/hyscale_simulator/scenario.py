@@ -98,6 +98,8 @@ class Selection(Description):
     """How indices are kept between forward and backward."""
     table_rows: Count = 0
     """Rows scored at a time; 0: as many as keep the table within 1 GiB."""
+    shard_rows: bool = False
+    """Whether tensor-parallel ranks share the rows and gather the indices; otherwise each selects for all."""
     loss: bool = True
     """Whether the indexer is trained (KL over the selected keys)."""
 

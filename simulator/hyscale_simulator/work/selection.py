@@ -22,9 +22,9 @@ TABLE_LIMIT_BYTES = 2**30
 def index_projections(rank: Rank, shape: Latent) -> list[Item]:
     """Queries from the latent, one shared key from the hidden state, its LayerNorm, head weights, rotary.
 
-    Every tensor rank computes them for all of its tokens: the indexer is replicated (Megatron-LM, slime).
+    Every tensor rank computes them for all of its tokens (Megatron-LM, slime), unless the rows are shared.
     """
-    indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, rank.tokens
+    indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, _rows(rank)
     width, dtype = indexer.heads * indexer.head_dim, rank.linear_dtype
     return [
         *linear("index.q", PROJECTIONS, tokens, width, shape.q_rank, dtype),
@@ -32,6 +32,7 @@ def index_projections(rank: Rank, shape: Latent) -> list[Item]:
         *linear("index.w", PROJECTIONS, tokens, indexer.heads, hidden, "bf16"),
         stream("index.k_norm", "layernorm", tokens, indexer.head_dim, PROJECTIONS),
         stream("index.rope", "rope", tokens, width + indexer.head_dim, PROJECTIONS),
+        *_shared(rank, "index.keys", 2.0 * indexer.head_dim),
     ]
 
 
@@ -46,6 +47,7 @@ def selection(rank: Rank, shape: Latent, *, again: bool, trains: bool) -> list[I
             items.append(_at_selected(rank, "select.scores_again", "selected_scores"))
     else:
         items += _score_and_choose(rank)
+        items += _shared(rank, "select.gather", 4.0 * _chosen(rank))
         if not again and scenario.recompute.replay:
             items += _record(rank)
     if trains and options.loss:
@@ -64,7 +66,7 @@ def index_backward(rank: Rank, shape: Latent) -> list[Item]:
     """The loss's gradient: at the selected keys, and of the index weights.  Inputs are detached: no dgrad."""
     if not rank.scenario.selection.loss:
         return []
-    indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, rank.tokens
+    indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, _rows(rank)
     width, dtype = indexer.heads * indexer.head_dim, rank.linear_dtype
     loss = kernel("index_loss_bwd", "fp32", rows=tokens, top_k=_chosen(rank))
     items: list[Item] = [
@@ -72,7 +74,7 @@ def index_backward(rank: Rank, shape: Latent) -> list[Item]:
         _at_selected(rank, "loss.scores_bwd", "selected_scores_bwd"),
     ]
     if rank.plan.context > 1:  # gradients of the gathered index keys go back to their owners, in fp32
-        whole = tokens * rank.plan.context * indexer.head_dim * 4.0
+        whole = rank.tokens * rank.plan.context * indexer.head_dim * 4.0
         items.append(
             Communicate("loss.reduce", "context comm", "reduce_scatter", "context", whole, until="end")
         )
@@ -102,13 +104,26 @@ def chunk_rows(rank: Rank) -> int:
     options = rank.scenario.selection
     keys = max(rank.scenario.batch.sequence_tokens // _indexer(rank).key_ratio, 1)
     rows = options.table_rows or max(TABLE_LIMIT_BYTES // (4 * keys), 1)
-    return min(rows, rank.tokens)
+    return min(rows, _rows(rank))
 
 
 def _indexer(rank: Rank) -> Indexer:
     indexer = rank.scenario.model_description.indexer
     assert indexer is not None
     return indexer
+
+
+def _rows(rank: Rank) -> int:
+    """Rows that one rank selects for."""
+    shared = rank.scenario.selection.shard_rows
+    return max(rank.tokens // rank.plan.tensor, 1) if shared else rank.tokens
+
+
+def _shared(rank: Rank, name: str, row_bytes: float) -> list[Item]:
+    """Rows that tensor ranks worked out for each other, gathered."""
+    if not rank.scenario.selection.shard_rows or rank.plan.tensor == 1:
+        return []
+    return [Communicate(name, "tensor comm", "all_gather", "tensor", rank.tokens * row_bytes)]
 
 
 def _chosen(rank: Rank) -> int:
@@ -121,7 +136,7 @@ def _score_and_choose(rank: Rank) -> list[Item]:
     items: list[Item] = []
     if options.scoring_dtype == "fp8":
         width = indexer.heads * indexer.head_dim
-        items.append(stream("select.quantise", "quantise", rank.tokens, width, SELECTION))
+        items.append(stream("select.quantise", "quantise", _rows(rank), width, SELECTION))
     slowest = _passes(rank, rank.keys_slowest // indexer.key_ratio)
     mean = _passes(rank, rank.keys_mean // indexer.key_ratio)
     for (name, call, count), (_, average, _) in zip(slowest, mean, strict=True):
@@ -140,7 +155,7 @@ def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
     if not options.table:
         return _fused(rank, visible, top_k, scored)
     rows = chunk_rows(rank)
-    count = -(-rank.tokens // rows)
+    count = -(-_rows(rank) // rows)
     keys = whole if options.square else visible
     searched = whole if options.square or options.mask_pass else visible
     passes = [
@@ -158,7 +173,7 @@ def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
 
 
 def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list[tuple[str, Kernel, int]]:
-    options, rows = rank.scenario.selection, rank.tokens
+    options, rows = rank.scenario.selection, _rows(rank)
     dtype = options.scoring_dtype
     if not options.skipped_fraction:
         whole = kernel("hytopk", dtype, "", options.scores, rows=rows, keys=visible, top_k=top_k, **scored)
@@ -183,7 +198,7 @@ def _at_selected(rank: Rank, name: str, op: str) -> Compute:
     indexer, dtype = _indexer(rank), rank.scenario.selection.scoring_dtype
     operands = dtype if BYTES[dtype] <= 2 else "bf16"
     call = kernel(
-        op, operands, rows=rank.tokens, top_k=_chosen(rank), heads=indexer.heads, dim=indexer.head_dim
+        op, operands, rows=_rows(rank), top_k=_chosen(rank), heads=indexer.heads, dim=indexer.head_dim
     )
     return Compute(name, LOSS, call)
 

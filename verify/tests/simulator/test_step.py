@@ -58,6 +58,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         "selection.selector": draw(st.sampled_from(["torch.topk", "flashinfer"])) if table else "hytopk",
         "selection.scoring_dtype": draw(st.sampled_from(["bf16", "fp8"])),
         "selection.skipped_fraction": 0.0 if table else draw(st.sampled_from([0.0, 0.4])),
+        "selection.shard_rows": draw(st.booleans()),
         "selection.record": draw(st.sampled_from(["int32", "packed"])),
         "recompute.policy": policy,
         "recompute.modules": draw(
@@ -228,6 +229,18 @@ def test_offloading_hides_beneath_kernels_or_shows() -> None:
         **small, **{"recompute.policy": "none", "offload.activations": 1.0}
     )
     assert dict(evaluate(shown).breakdown)["host copies"] > 0
+
+
+def test_sharing_rows_divides_selection_among_tensor_ranks() -> None:
+    """Otherwise each of them selects for all: TP 4 with CP 16 takes four times what CP 64 does."""
+    wide = {"layout.tensor_parallel": 4, "layout.context_parallel": 16}
+    replicated, shared = (
+        evaluate(GLM.with_(**wide, **{"selection.shard_rows": shard})) for shard in (False, True)
+    )
+    alone = dict(evaluate(GLM).breakdown)["selection"]
+    assert dict(replicated.breakdown)["selection"] == pytest.approx(4 * alone, rel=0.05)
+    assert dict(shared.breakdown)["selection"] == pytest.approx(alone, rel=0.05)
+    assert dict(shared.breakdown)["tensor comm"] > dict(replicated.breakdown)["tensor comm"]
 
 
 def test_unfused_fp32_scoring_costs_what_it_writes() -> None:
