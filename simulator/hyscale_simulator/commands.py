@@ -24,7 +24,7 @@ from hyscale_simulator.model import Model
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario, load
 
-__all__ = ["presets", "simulate", "validate"]
+__all__ = ["output", "presets", "run_command", "setting", "simulate", "validate"]
 
 OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
 
@@ -32,7 +32,7 @@ TARGETS = {"mape_pct": 10.0, "worst_pct": 25.0, "bias_pct": 5.0, "spearman": 0.9
 """What ``hyscale validate`` demands: mean, worst and signed error at most, rank correlation at least."""
 
 
-def _run(command: Callable[..., int], argv: list[str], name: str) -> int:
+def run_command(command: Callable[..., int], argv: list[str], name: str) -> int:
     """Run a typer command on ``argv`` and turn every expected failure into one message and an exit code."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(command)
@@ -58,7 +58,7 @@ def _run(command: Callable[..., int], argv: list[str], name: str) -> int:
     return int(code or 0)
 
 
-def _console() -> Console:
+def output() -> Console:
     """Standard output: the terminal's width, or wide enough for every table where there is none."""
     return Console(width=None if sys.stdout.isatty() else 140)
 
@@ -118,7 +118,7 @@ def simulate(argv: list[str]) -> int:
         own = () if gpu in [find(Gpu, "gpus", name) for name in shipped("gpus")] else (gpu,)
         evaluate = evaluator(tuple(str(path) for path in profiles or []), own)
         result = evaluate(chosen, engine=engine)
-        show(result, _console())
+        show(result, output())
         if json_ is not None:
             json_.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
         if trace is not None:
@@ -131,7 +131,7 @@ def simulate(argv: list[str]) -> int:
             write_trace(timeline, trace)
         return OK
 
-    return _run(command, argv, "simulate")
+    return run_command(command, argv, "simulate")
 
 
 def show(result: Result, console: Console) -> None:
@@ -197,7 +197,7 @@ def presets(argv: list[str]) -> int:
         if schema:
             print(json.dumps(schemas((Scenario, Model, Cluster, Gpu)), indent=2))
             return OK
-        console = _console()
+        console = output()
         scenarios = Table("scenario", "model", "cluster", "GPUs", "tokens", "what", box=None, pad_edge=False)
         for name in shipped("scenarios"):
             item = load(name)
@@ -244,7 +244,7 @@ def presets(argv: list[str]) -> int:
             json_.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return OK
 
-    return _run(command, argv, "presets")
+    return run_command(command, argv, "presets")
 
 
 def validate(argv: list[str]) -> int:
@@ -263,13 +263,13 @@ def validate(argv: list[str]) -> int:
         files = tuple(str(path) for path in profiles or [])
         return _holdout(files, json_) if holdout else _compare(files, json_)
 
-    return _run(command, argv, "validate")
+    return run_command(command, argv, "validate")
 
 
 def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
     from hyscale_simulator.validation import compare, compare_kernels, compare_memory, summarise
 
-    console = _console()
+    console = output()
     rows = compare(profiles)
     table = Table("case", "published s", "predicted s", "error %", "", box=None, pad_edge=False)
     for column in table.columns[1:4]:
@@ -379,7 +379,7 @@ def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
              "regime": measured.regime, "gpu": measured.gpu.name, "points": len(errors),
              "median_pct": median, "p90_pct": p90}
         )  # fmt: skip
-    console = _console()
+    console = output()
     console.print("Leave-one-shape-out: each measured shape predicted from its neighbours.")
     console.print(table)
     if json_ is not None:
