@@ -105,6 +105,11 @@ class Prices:
                 f"{call.op} ({call.dtype}): no profile of {call.implementation}, "
                 f"{table.implementation}'s is used"
             )
+        if {call.regime, table.regime} == {"trained", "untrained"}:
+            warnings.append(
+                f"{call.op} ({call.dtype}): no profile on {call.regime} scores, {table.regime} ones are used"
+            )
+            uncertainty += STRETCHED
         if table.gpu.device != self.gpu.device:
             us = project_us(us, call, table.gpu, self.gpu, found.nearest)
             how = "projected"

@@ -245,7 +245,9 @@ def _compact(s: dict[str, int], dtype: str) -> Cost:
 
 
 def _hytopk(s: dict[str, int], dtype: str) -> Cost:
-    stages = (_threshold(s, dtype), _index_scan(s, dtype), _compact(s, dtype), _finish(s, dtype))
+    """All stages.  ``scanned``, where given: how many keys a bound on their score leaves to scan."""
+    scan = _index_scan({**s, "keys": s.get("scanned", s["keys"])}, dtype)
+    stages = (_threshold(s, dtype), scan, _compact(s, dtype), _finish(s, dtype))
     rescore = _gathered_scores({**s, "top_k": round(CANDIDATES * s["top_k"])}, dtype)
     whole = (*stages, rescore)
     return Cost(
@@ -261,9 +263,10 @@ def _hytopk_parts(call: Kernel) -> tuple[Kernel, ...]:
     scored = {name: s[name] for name in ("heads", "dim", "rows", "keys")}
     listed = {name: s[name] for name in ("top_k", "rows", "keys")}
     rescored = {"heads": s["heads"], "dim": s["dim"], "rows": s["rows"], "top_k": candidates}
+    scanned = {**scored, "keys": s.get("scanned", s["keys"])}
     return (
         kernel("hytopk_threshold", call.dtype, **scored),
-        kernel("hytopk_scan", call.dtype, **scored),
+        kernel("hytopk_scan", call.dtype, **scanned),
         kernel("hytopk_compact", "fp32", **listed),
         kernel("selected_scores", call.dtype, **rescored),
         kernel("hytopk_finish", "fp32", **listed),

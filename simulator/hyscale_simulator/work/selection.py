@@ -4,7 +4,7 @@ What the implementations do to memory, and how often, is ``scenario.selection``;
 simulator/README.md.
 """
 
-from hyscale_simulator.kernels import BYTES, CANDIDATES, Kernel, kernel
+from hyscale_simulator.kernels import BYTES, Kernel, kernel
 from hyscale_simulator.model import Indexer, Latent
 from hyscale_simulator.work.items import Communicate, Compute, Item, backward_linear, linear, stream
 from hyscale_simulator.work.rank import Rank
@@ -174,23 +174,10 @@ def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
 
 def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list[tuple[str, Kernel, int]]:
     options, rows = rank.scenario.selection, _rows(rank)
-    dtype = options.scoring_dtype
-    if not options.skipped_fraction:
-        whole = kernel("hytopk", dtype, "", options.scores, rows=rows, keys=visible, top_k=top_k, **scored)
-        return [("hytopk", whole, 1)]
-    kept = max(round(visible * (1 - options.skipped_fraction)), 1)
-    listed = {"rows": rows, "keys": visible, "top_k": top_k}
-    return [
-        ("threshold", kernel("hytopk_threshold", dtype, rows=rows, keys=visible, **scored), 1),
-        ("scan", kernel("hytopk_scan", dtype, rows=rows, keys=kept, **scored), 1),
-        ("compact", kernel("hytopk_compact", "fp32", **listed), 1),
-        (
-            "rescore",
-            kernel("selected_scores", dtype, rows=rows, top_k=round(CANDIDATES * top_k), **scored),
-            1,
-        ),
-        ("finish", kernel("hytopk_finish", "fp32", **listed), 1),
-    ]
+    skipped = options.skipped_fraction
+    scanned = {"scanned": max(round(visible * (1 - skipped)), 1)} if skipped else {}
+    shape = {"rows": rows, "keys": visible, "top_k": top_k, **scored, **scanned}
+    return [("hytopk", kernel("hytopk", options.scoring_dtype, "", options.scores, **shape), 1)]
 
 
 def _at_selected(rank: Rank, name: str, op: str) -> Compute:
