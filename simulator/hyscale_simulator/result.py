@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hyscale_simulator.critical_path import critical_path, waiting_for
 from hyscale_simulator.durations import HOWS
 from hyscale_simulator.graph import Timeline
@@ -115,13 +117,11 @@ class Result:
     @cached_property
     def critical_path(self) -> tuple[tuple[str, float], ...]:
         """(name, seconds) along the exact critical path, largest first; they add up to the step."""
-        graph = self.timeline.graph
         total: dict[str, int] = {}
         for task in critical_path(self.timeline):
             for kind, ns in self._parts_of(task):
                 name = kind.split("/", 1)[1]
                 total[name] = total.get(name, 0) + ns
-        del graph
         return tuple((name, ns / 1e9) for name, ns in sorted(total.items(), key=lambda item: -item[1]) if ns)
 
     @cached_property
@@ -229,7 +229,5 @@ def compare(*results: Result) -> "pd.DataFrame":
 
 def _tasks_on(timeline: Timeline, stream: int) -> list[int]:
     graph = timeline.graph
-    import numpy as np
-
     occupant = np.repeat(np.arange(len(graph)), np.diff(graph.stream_ptr))
     return [int(task) for task in occupant[graph.stream_idx == stream]]

@@ -1,6 +1,6 @@
 """The feed-forward of one layer: dense, or routed experts with their exchange."""
 
-from hyscale_simulator.kernels import BYTES, kernel
+from hyscale_simulator.kernels import BYTES, Kernel, kernel
 from hyscale_simulator.model import Experts
 from hyscale_simulator.work.attention import norm, norm_backward, residual
 from hyscale_simulator.work.items import (
@@ -127,37 +127,36 @@ def _exchange(rank: Rank, name: str, way: str) -> Communicate:
     )  # fmt: skip
 
 
-def _calls(rank: Rank, experts: Experts, n: int, k: int, weights: bool = False) -> tuple[Compute, ...]:
+def _product(rank: Rank, name: str, experts: Experts, n: int, k: int, *, weights: bool = False) -> Compute:
+    """One grouped product over the local experts, of the busiest rank and of the mean one."""
     groups = experts.experts // rank.plan.expert
-    calls = []
-    for slowest in (True, False):
+
+    def call(slowest: bool) -> Kernel:
         m = expert_tokens(rank, experts, slowest=slowest)
         shape = {"m": n, "n": k, "k": m} if weights else {"m": m, "n": n, "k": k}
-        calls.append(kernel("grouped_gemm", rank.linear_dtype, groups=groups, **shape))
-    slow, mean = calls
-    return (Compute("", EXPERTS, slow, mean=None if mean == slow else mean, weights=weights),)
+        return kernel("grouped_gemm", rank.linear_dtype, groups=groups, **shape)
+
+    slow, mean = call(True), call(False)
+    return Compute(name, EXPERTS, slow, mean=None if mean == slow else mean, weights=weights)
 
 
 def _grouped(rank: Rank, name: str, experts: Experts, n: int, k: int) -> list[Item]:
-    (call,) = _calls(rank, experts, n, k)
-    items: list[Item] = []
-    if rank.linear_dtype == "fp8":
-        items.append(stream(f"{name}.quantise", "quantise", rank.rows * experts.top_k, k))
-    return [*items, Compute(name, EXPERTS, call.call, mean=call.mean)]
+    return [*_quantised(rank, name, experts, k), _product(rank, name, experts, n, k)]
 
 
 def _grouped_backward(rank: Rank, name: str, experts: Experts, n: int, k: int) -> list[Item]:
-    (dgrad,) = _calls(rank, experts, k, n)
-    (wgrad,) = _calls(rank, experts, n, k, weights=True)
-    items: list[Item] = []
-    if rank.linear_dtype == "fp8":
-        items.append(stream(f"{name}.quantise", "quantise", rank.rows * experts.top_k, n))
     return [
-        *items,
-        Compute(f"{name}.dgrad", EXPERTS, dgrad.call, mean=dgrad.mean),
-        Compute(f"{name}.wgrad", EXPERTS, wgrad.call, mean=wgrad.mean, weights=True),
+        *_quantised(rank, name, experts, n),
+        _product(rank, f"{name}.dgrad", experts, k, n),
+        _product(rank, f"{name}.wgrad", experts, n, k, weights=True),
         accumulate(f"{name}.wgrad", EXPERTS, n * experts.experts // rank.plan.expert, k),
     ]
+
+
+def _quantised(rank: Rank, name: str, experts: Experts, width: int) -> list[Item]:
+    if rank.linear_dtype != "fp8":
+        return []
+    return [stream(f"{name}.quantise", "quantise", rank.rows * experts.top_k, width)]
 
 
 def _expert_activation(rank: Rank, experts: Experts, backward: bool) -> Compute:
