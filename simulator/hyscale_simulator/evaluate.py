@@ -11,8 +11,9 @@ from hyscale_simulator.fabric import Network
 from hyscale_simulator.flops import model_flops
 from hyscale_simulator.graph import Graph, Timeline
 from hyscale_simulator.hardware import Gpu
-from hyscale_simulator.layout import Plan, plan
+from hyscale_simulator.layout import LayoutError, Plan, plan
 from hyscale_simulator.longest_path import longest_path
+from hyscale_simulator.perturb import jitter, slow_streams
 from hyscale_simulator.profiles import load_profiles
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario
@@ -51,7 +52,9 @@ class Evaluator:
         cut = plan(scenario)
         pricing = self._pricing(scenario, cut, scale)
         step = compose(scenario, cut, pricing)
-        graph = step.graph if perturb is None else perturb(step.graph)
+        graph = _disturbed(step.graph, scenario)
+        if perturb is not None:
+            graph = perturb(graph)
         timeline: Timeline = simulate(graph) if engine == "simpy" else longest_path(graph)
         batch = scenario.batch
         flops = model_flops(
@@ -84,6 +87,21 @@ class Evaluator:
                 self._pricings.popitem(last=False)
         self._pricings.move_to_end(key)
         return self._pricings[key]
+
+
+def _disturbed(graph: Graph, scenario: Scenario) -> Graph:
+    """The step's graph with the scenario's straggler and jitter."""
+    faults = scenario.faults
+    if faults.slow_stage_factor > 1:
+        stages = scenario.layout.pipeline_parallel
+        if faults.slow_stage >= stages:
+            raise LayoutError(
+                f"scenario {scenario.name}: faults.slow_stage = {faults.slow_stage}: there are 0 to {stages - 1}"
+            )
+        graph = slow_streams(graph, {f"stage{faults.slow_stage}/": faults.slow_stage_factor})
+    if faults.jitter_fraction:
+        graph = jitter(graph, faults.jitter_fraction, faults.seed)
+    return graph
 
 
 @lru_cache(maxsize=4)

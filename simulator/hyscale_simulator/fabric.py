@@ -12,6 +12,7 @@ from hyscale_simulator.descriptions import DATA
 from hyscale_simulator.hardware import Cluster, Gpu
 from hyscale_simulator.layout import LayoutError, Plan
 from hyscale_simulator.network import CopyKernel, Fabric, Group, InSwitchReduction, Level, Table
+from hyscale_simulator.perturb import degrade_level
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Communicate
 from hyscale_simulator.work.items import GroupName
@@ -58,6 +59,21 @@ def fabric_of(cluster: Cluster, gpu: Gpu) -> Fabric:
     return Fabric(tuple(levels), reduction, copies, _tables(link.table) if link.table else ())
 
 
+def _damaged(scenario: Scenario) -> Fabric:
+    fabric, faults = fabric_of(scenario.cluster_description, scenario.gpu_description), scenario.faults
+    if faults.network_bandwidth_fraction == 1 and not faults.ports_lost:
+        return fabric
+    try:
+        return degrade_level(
+            fabric,
+            faults.network_level,
+            bandwidth_factor=faults.network_bandwidth_fraction,
+            ports_lost=faults.ports_lost,
+        )
+    except ValueError as error:
+        raise LayoutError(f"scenario {scenario.name}: faults: {error}") from None
+
+
 class Network:
     """Prices the collectives of one layout.
 
@@ -66,8 +82,8 @@ class Network:
     """
 
     def __init__(self, scenario: Scenario, plan: Plan, imbalance: float) -> None:
-        self.fabric = fabric_of(scenario.cluster_description, scenario.gpu_description)
         self._name = scenario.name
+        self.fabric = _damaged(scenario)
         self._host_gb_per_s = scenario.gpu_description.host_link_gb_per_s
         experts = scenario.model_description.experts
         self._routing = (

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -184,6 +184,22 @@ class Routing(Description):
         return self
 
 
+class Faults(Description):
+    """What is wrong with the cluster; nothing by default."""
+
+    jitter_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Relative standard deviation of every task of the step (log-normal, mean 1)."""
+    seed: Count = 0
+    slow_stage: Count = 0
+    slow_stage_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """A straggler: every task of that pipeline stage takes so many times as long."""
+    network_level: Literal["nvlink", "leaf", "spine"] = "leaf"
+    network_bandwidth_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What is left of that level's bandwidth."""
+    ports_lost: Count = 0
+    """Failed ports (NICs) of every node at that level."""
+
+
 class Kernels(Description):
     """Which kernels the framework runs."""
 
@@ -218,6 +234,7 @@ class Scenario(Description):
     overlap: Overlap = Field(default_factory=Overlap)
     routing: Routing = Field(default_factory=Routing)
     kernels: Kernels = Field(default_factory=Kernels)
+    faults: Faults = Field(default_factory=Faults)
 
     @cached_property
     def model_description(self) -> Model:

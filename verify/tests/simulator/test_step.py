@@ -141,17 +141,33 @@ def test_doubling_every_duration_doubles_the_step() -> None:
 
 
 def test_a_straggling_stage_is_shown_as_jitter_and_slows_all() -> None:
-    slow = evaluator()(GLM, perturb=lambda graph: perturb.slow_streams(graph, {"stage3": 1.2}))
+    slow = evaluate(GLM.with_(**{"faults.slow_stage": 3, "faults.slow_stage_factor": 1.2}))
     assert slow.step_ns > evaluate(GLM).step_ns
     assert dict(slow.breakdown)["jitter"] > 0
     assert all(sum(parts.values()) == slow.step_ns for parts in slow.stage_parts_ns)
+    with pytest.raises(LayoutError, match="faults.slow_stage = 8: there are 0 to 7"):
+        evaluate(GLM.with_(**{"faults.slow_stage": 8, "faults.slow_stage_factor": 1.2}))
 
 
-def test_the_same_seed_gives_the_same_step() -> None:
-    runs = [
-        evaluator()(GLM, perturb=lambda graph: perturb.jitter(graph, 0.05, seed=7)).step_ns for _ in range(2)
-    ]
-    assert runs[0] == runs[1] != evaluate(GLM).step_ns
+def test_jitter_is_seeded_and_mostly_waits() -> None:
+    noisy = GLM.with_(**{"faults.jitter_fraction": 0.05, "faults.seed": 7})
+    assert evaluate(noisy).step_ns == evaluate(noisy).step_ns
+    assert evaluate(noisy).step_ns != evaluate(noisy.with_(**{"faults.seed": 8})).step_ns
+    assert evaluate(noisy).step_ns > evaluate(GLM).step_ns
+    assert (
+        evaluator()(GLM, perturb=lambda graph: perturb.jitter(graph, 0.05, seed=7)).step_ns
+        == evaluate(noisy).step_ns
+    )
+
+
+def test_a_damaged_network_slows_what_crosses_it() -> None:
+    half = evaluate(GLM.with_(**{"faults.network_level": "leaf", "faults.network_bandwidth_fraction": 0.5}))
+    ports = evaluate(GLM.with_(**{"faults.network_level": "leaf", "faults.ports_lost": 4}))
+    healthy = dict(evaluate(GLM).breakdown)["expert comm"]
+    assert dict(half.breakdown)["expert comm"] == pytest.approx(2 * healthy, rel=0.1)
+    assert half.step_ns == ports.step_ns
+    with pytest.raises(LayoutError, match="faults: ports_lost: 8"):
+        evaluate(GLM.with_(**{"faults.ports_lost": 8}))
 
 
 @pytest.mark.parametrize("name", presets())
