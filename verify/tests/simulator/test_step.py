@@ -145,7 +145,7 @@ def test_a_straggling_stage_is_shown_as_jitter_and_slows_all() -> None:
     assert slow.step_ns > evaluate(GLM).step_ns
     assert dict(slow.breakdown)["jitter"] > 0
     assert all(sum(parts.values()) == slow.step_ns for parts in slow.stage_parts_ns)
-    with pytest.raises(LayoutError, match="faults.slow_stage = 8: there are 0 to 7"):
+    with pytest.raises(LayoutError, match=r"faults\.slow_stage = 8: there are 0 to 7"):
         evaluate(GLM.with_(**{"faults.slow_stage": 8, "faults.slow_stage_factor": 1.2}))
 
 
