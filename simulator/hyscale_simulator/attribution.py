@@ -235,11 +235,13 @@ def attribute(baseline: Scenario, improved: Scenario, evaluate: Evaluator) -> At
             f"{len(switches)} switches ({', '.join(switch.name for switch in switches)}): at most "
             f"{MAX_PLAYERS}; compare scenarios that differ in less"
         )
+    if apply(baseline, switches, [switch.name for switch in switches]).hash != improved.hash:
+        raise SwitchError(f"switches do not lead from {baseline.name} to {improved.name}")
     found: dict[Scenario, Result] = {}
 
     def result(subset: int) -> Result:
         on = [switch.name for i, switch in enumerate(switches) if subset >> i & 1]
-        scenario = apply(baseline, switches, on)
+        scenario = apply(baseline, switches, on) if subset + 1 < 1 << len(switches) else improved
         if scenario not in found:
             found[scenario] = evaluate(scenario)
         return found[scenario]

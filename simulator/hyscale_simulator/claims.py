@@ -14,7 +14,7 @@ from hyscale_simulator.claim import (
 )
 from hyscale_simulator.sensitivity import Curve, Point, tokens_label
 
-__all__ = ["Claim", "state"]
+__all__ = ["Claim", "gain_range", "state"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def state(
         Claim(
             f"With a kernel gain between the published {PUBLISHED_GAINS[0]:g} and {PUBLISHED_GAINS[1]:g}, "
             f"{CLAIMED:.2f}x within {TOLERANCE:.0%} is possible against {_list(possible) or 'no baseline'}.",
-            "; ".join(f"{_name(c)}: gain {_range(c)}" for c in cases),
+            "; ".join(f"{_name(c)}: gain {gain_range(c)}" for c in cases),
             "a measured gain and speed-up on H20 against one of them that disagree with its range",
         ),
         Claim(
@@ -192,10 +192,11 @@ def _gain(case: BaselineCase) -> str:
     return f"{case.gain_claimed:.1f} ({case.gain_low:.1f} to {case.gain_high:.1f} for 5 % either way)"
 
 
-def _range(case: BaselineCase) -> str:
+def gain_range(case: BaselineCase) -> str:
+    """Kernel gains that meet the claim within its tolerance."""
     if case.gain_low is None:
         return "none suffices"
-    return f"{case.gain_low:.1f} " + ("or more" if case.gain_high is None else f"to {case.gain_high:.1f}")
+    return f"{case.gain_low:.2g} " + ("or more" if case.gain_high is None else f"to {case.gain_high:.2g}")
 
 
 def _above(found: Crossover) -> str:

@@ -28,6 +28,7 @@ class Choice:
 
     scenario: Scenario
     cut: Plan
+    changes: dict[str, object]
     row: Row = field(default_factory=dict)
 
     @property
@@ -144,7 +145,7 @@ def search(
             refuse(_rule(message), message)
             continue
         held = memory(changed, cut)
-        choice = Choice(changed, cut)
+        choice = Choice(changed, cut, changes)
         if not held.fits:
             largest = ", ".join(f"{name} {size / GIB:.0f}" for name, size in held.items[:3])
             refuse(
@@ -159,7 +160,7 @@ def search(
     rows = _price(able, run, journal, profiles, progress)
     order = {id(row): at for at, row in enumerate(rows)}
     best = [able[order[id(row)]] for row in ranked(rows, objective, fits=True)]
-    priced = [Choice(item.scenario, item.cut, rows[able.index(item)]) for item in best[:top]]
+    priced = [Choice(item.scenario, item.cut, item.changes, rows[able.index(item)]) for item in best[:top]]
     for row, choice in zip(rows, able, strict=True):
         if row["refused"]:
             refuse(_rule(row["refused"]), f"{choice.label}: {row['refused']}")
