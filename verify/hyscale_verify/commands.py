@@ -162,7 +162,7 @@ def _mutants(
         with _progress(console, total) as advance:
             for fate in harness.run_mutants(plan, only or [], matrix, jobs or _jobs(where, 2 * total)):
                 fates.append(fate)
-                advance("" if fate.killed else f"{fate.mutant.name} survives")
+                advance(fate.in_words())
     except KeyboardInterrupt:
         interrupted = True
     if json is not None:

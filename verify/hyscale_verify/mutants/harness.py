@@ -49,6 +49,14 @@ class Fate:
     def killed(self) -> bool:
         return bool(self.killed_by)
 
+    def in_words(self) -> str:
+        """The bug's name and what first killed it, if anything did."""
+        if self.killed:
+            first = self.killed_by[0]
+            return f"{self.mutant.name}: killed by {first.name} on {first.regime}"
+        crashes = self.died or f"{len(self.crashes)} crashes"
+        return f"{self.mutant.name}: survives {len(self.survives)} units ({crashes})"
+
     def record(self) -> dict[str, Any]:
         """The bug as it stands in the JSON report."""
         return {

@@ -50,9 +50,9 @@ CPU = Space(
     dims=(16, 32),
     odd_dims=(17, 24, 33),
     top_k=(1, 2, 3, 5, 8, 16, 33),
-    most_rows=5,
+    most_rows=4,
     most_keys=260,
-    most_square=20,
+    most_square=16,
     sizes={
         "tile_rows": (4, 1, 2, 16),
         "tile_keys": (32, 64),
