@@ -28,6 +28,10 @@ Scale = tuple[tuple[str, float], ...]
 """(op, kind or collective, factor): durations multiplied for what-if questions and error propagation."""
 
 
+Evidence = tuple[str, str, How, str]
+"""(op, dtype, how its price is known, from where)."""
+
+
 @dataclass(frozen=True)
 class Block:
     """One pass of one layer (or several, joined).
@@ -47,6 +51,8 @@ class Block:
     expert_ns: int = 0
     flops: float = 0.0
     ops: tuple[tuple[str, int], ...] = ()
+    coverage: tuple[tuple[Evidence, int], ...] = ()
+    """Nanoseconds of kernels by what their price rests on."""
 
 
 EMPTY = Block(0, ())
@@ -59,6 +65,7 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
     sigma: dict[str, float] = {}
     warnings: dict[str, None] = {}
     ops: dict[str, int] = {}
+    coverage: dict[Evidence, int] = {}
     ns = compute = expert = 0
     flops = 0.0
     for block, count in blocks:
@@ -74,6 +81,8 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
             sigma[op] = sigma.get(op, 0.0) + error * count
         for op, spent in block.ops:
             ops[op] = ops.get(op, 0) + spent * count
+        for evidence, spent in block.coverage:
+            coverage[evidence] = coverage.get(evidence, 0) + spent * count
         warnings.update(dict.fromkeys(block.warnings))
     return Block(
         ns,
@@ -85,6 +94,7 @@ def joined(blocks: Iterable[tuple[Block, int]]) -> Block:
         expert,
         flops,
         tuple(ops.items()),
+        tuple(coverage.items()),
     )
 
 
@@ -159,6 +169,7 @@ class Pricing:
         known: dict[How, int] = dict.fromkeys(HOWS, 0)
         sigma: dict[str, float] = {}
         warnings: dict[str, None] = {}
+        coverage: dict[Evidence, int] = {}
         ops: dict[str, int] = {}
         compute = expert = 0
         flops = 0.0
@@ -166,8 +177,11 @@ class Pricing:
             if isinstance(item, Compute):
                 duration = self.prices(item.call)
                 ns, _ = self.kernel_ns(item)
-                for how, us in duration.parts or ((duration.how, duration.us),):
-                    known[how] += round(ns * us / duration.us) if duration.us else 0
+                for part in duration.parts or (duration,):
+                    share = round(ns * part.us / duration.us) if duration.us else 0
+                    known[part.how] += share
+                    evidence = (item.call.op, item.call.dtype, part.how, part.source)
+                    coverage[evidence] = coverage.get(evidence, 0) + share
                 compute += ns
                 ops[item.call.op] = ops.get(item.call.op, 0) + ns
                 sigma[item.call.op] = sigma.get(item.call.op, 0.0) + ns * duration.uncertainty
@@ -189,6 +203,7 @@ class Pricing:
             expert,
             flops,
             tuple(ops.items()),
+            tuple(coverage.items()),
         )
 
     def _graph(self, items: tuple[Item, ...]) -> tuple[Graph, dict[int, int], bool]:

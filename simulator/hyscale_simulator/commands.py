@@ -96,6 +96,9 @@ def simulate(argv: list[str]) -> int:
             int | None,
             typer.Option(help="With --trace: this layer's kernels instead of the step."),
         ] = None,
+        coverage: Annotated[
+            bool, typer.Option("--coverage", help="List what the price of every op rests on.")
+        ] = False,
         engine: Annotated[str, typer.Option(help="auto, simpy or longest_path.")] = "auto",
     ) -> int:
         """Predict one training step: its time, where that goes, memory, and how sure we are."""
@@ -119,6 +122,8 @@ def simulate(argv: list[str]) -> int:
         evaluate = evaluator(tuple(str(path) for path in profiles or []), own)
         result = evaluate(chosen, engine=engine)
         show(result, output())
+        if coverage:
+            show_coverage(result, output())
         if json_ is not None:
             json_.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
         if trace is not None:
@@ -182,6 +187,15 @@ def show(result: Result, console: Console) -> None:
     for warning in result.warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}")
     console.print(f"[dim]scenario {scenario.hash}[/dim]")
+
+
+def show_coverage(result: Result, console: Console) -> None:
+    """What each op's price rests on."""
+    table = Table("op", "dtype", "is", "% of kernel time", "from", box=None, pad_edge=False)
+    whole = sum(seconds for _, seconds in result.coverage)
+    for (op, dtype, how, source), seconds in result.coverage:
+        table.add_row(op, dtype, how, f"{100 * seconds / whole:.1f}", source)
+    console.print(table)
 
 
 def presets(argv: list[str]) -> int:

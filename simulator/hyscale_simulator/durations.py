@@ -43,8 +43,8 @@ class Duration:
     source: str
     uncertainty: float
     warning: str = ""
-    parts: tuple[tuple[How, float], ...] = ()
-    """Where kernels were added up: microseconds by how each is known."""
+    parts: "tuple[Duration, ...]" = ()
+    """Where kernels were added up: each of them."""
 
 
 class Prices:
@@ -118,13 +118,13 @@ class Prices:
 
 
 def _sum(parts: list[Duration]) -> Duration:
-    """Kernels one after another: the weakest provenance, uncertainties weighted by time."""
-    total = sum(part.us for part in parts)
+    """Kernels one after another: known as the longest is, uncertainties weighted by time."""
+    total, longest = sum(part.us for part in parts), max(parts, key=lambda part: part.us)
     return Duration(
         total,
-        max((part.how for part in parts), key=HOWS.index),
-        parts[0].source,
+        longest.how,
+        longest.source,
         sum(part.us * part.uncertainty for part in parts) / total if total else 0.0,
         "; ".join(dict.fromkeys(part.warning for part in parts if part.warning)),
-        tuple((part.how, part.us) for part in parts),
+        tuple(parts),
     )

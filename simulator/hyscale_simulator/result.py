@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hyscale_simulator.blocks import Evidence
 from hyscale_simulator.critical_path import critical_path, waiting_for
 from hyscale_simulator.durations import HOWS
 from hyscale_simulator.graph import Timeline
@@ -140,6 +141,15 @@ class Result:
         return {how: ns / whole for how, ns in total.items()}
 
     @cached_property
+    def coverage(self) -> tuple[tuple[Evidence, float], ...]:
+        """((op, dtype, how its price is known, from where), seconds of all stages), largest first."""
+        total: dict[Evidence, int] = {}
+        for block, count in self.step.totals:
+            for evidence, ns in block.coverage:
+                total[evidence] = total.get(evidence, 0) + ns * count
+        return tuple((key, ns / 1e9) for key, ns in sorted(total.items(), key=lambda item: -item[1]))
+
+    @cached_property
     def uncertainty_s(self) -> tuple[float, float]:
         """90 % band of the step: errors of one op are fully correlated, of different ops independent."""
         stages = len(self.stage_parts_ns)
@@ -192,6 +202,10 @@ class Result:
                 "remedies": list(self.remedies),
             },
             "provenance": self.provenance,
+            "coverage": [
+                {"op": op, "dtype": dtype, "how": how, "source": source, "seconds": seconds}
+                for (op, dtype, how, source), seconds in self.coverage
+            ],
             "uncertainty": {"low_s": low, "high_s": high},
             "warnings": list(self.warnings),
         }

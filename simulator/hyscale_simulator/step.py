@@ -303,7 +303,7 @@ class _Composer:
             parts = [*other.items(), ("backward/expert comm", ns - compute)]
             self.overlapped[key] = Block(
                 ns, tuple(parts), both.known, both.sigma, both.warnings, both.compute_ns, both.expert_ns,
-                both.flops, both.ops,
+                both.flops, both.ops, both.coverage,
             )  # fmt: skip
         return self.overlapped[key]
 

@@ -69,6 +69,15 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert "Traceback" not in error
 
 
+def test_coverage_lists_what_every_op_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.json"
+    assert simulate([*PRESET, "--coverage", "--json", str(path)]) == 0
+    listed = json.loads(path.read_text())["coverage"]
+    assert {"hytopk", "grouped_gemm", "sparse_attention_bwd", "rmsnorm"} <= {item["op"] for item in listed}
+    assert all(item["source"] and item["seconds"] >= 0 for item in listed)
+    assert "% of kernel time" in capsys.readouterr().out
+
+
 def test_an_unwritable_result_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate([*PRESET, "--json", "/nowhere/step.json"]) == 3
     assert "/nowhere/step.json" in capsys.readouterr().err
