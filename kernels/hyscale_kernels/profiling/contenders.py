@@ -56,27 +56,34 @@ def _slab(case: Case) -> Call:
     return lambda: slab_topk(case.q, case.k, case.w, case.top_k, **_arguments(case)).indices
 
 
-def _deepgemm_flashinfer(case: Case, chunk: int | None = None) -> Call:
+def _deepgemm_flashinfer(case: Case) -> Call:
     """fp8 scores by DeepGEMM, deterministic smallest-index top-k by FlashInfer, in chunks of rows.
 
-    A chunk's float32 table is at most 9 GB by default, the largest that these kernels were tuned with.
+    A chunk's float32 table is at most 9 GB, the largest that the two were seen to run well with. DeepGEMM
+    returns a view without the padding of its last row, and FlashInfer wants contiguous rows: one spare row
+    with an empty window makes the view of the others contiguous, at no cost.
     """
     import deep_gemm  # type: ignore[import-not-found,unused-ignore]
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
-    rows = chunk or max(128, min(case.rows, int(9e9 / (4 * case.keys))) // 128 * 128)
+    def spare(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, torch.zeros_like(tensor[:1])])
+
+    rows = max(1, min(case.rows, int(9e9 / (4 * case.keys))))
+    parts = []
+    for first in range(0, case.rows, rows):
+        part = slice(first, min(first + rows, case.rows))
+        q = spare(case.q[part].view(torch.uint8)).view(case.q.dtype)
+        parts.append((part, q, *map(spare, (case.w[part], case.start[part], case.end[part]))))
     out = torch.empty(case.rows, case.top_k, dtype=torch.int32, device=case.q.device)
 
     def call() -> torch.Tensor:
-        for first in range(0, case.rows, rows):
-            part = slice(first, min(first + rows, case.rows))
-            start, end = case.start[part], case.end[part]
-            scores = deep_gemm.fp8_mqa_logits(
-                case.q[part], (case.k, case.k_scale), case.w[part], start, end, clean_logits=False
-            )
-            full = scores.as_strided((scores.shape[0], scores.stride(0)), (scores.stride(0), 1))
+        for part, q, w, start, end in parts:
+            scores = deep_gemm.fp8_mqa_logits(q, (case.k, case.k_scale), w, start, end, clean_logits=False)
+            full = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
+            first, last = start[:-1], end[:-1]
             out[part] = flashinfer.top_k_ragged_transform(
-                full, start, end - start, case.top_k, deterministic=True, tie_break=1, row_starts=start
+                full, first, last - first, case.top_k, deterministic=True, tie_break=1, row_starts=first
             )
         return out
 
