@@ -24,7 +24,7 @@ def layer_kind(rank: Rank, layer: int) -> LayerKind:
     model = rank.scenario.model_description
     recompute = rank.scenario.recompute
     known = min(layer, model.layers - 1)
-    recomputed = recompute.policy == "full" and layer < round(recompute.layers_fraction * model.layers)
+    recomputed = recompute.policy == "full" and known < round(recompute.layers_fraction * model.layers)
     return LayerKind(
         experts=model.has_experts(known),
         selects=model.selects(known) or (layer >= model.layers and model.indexer is not None),

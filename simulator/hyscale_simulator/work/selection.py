@@ -48,7 +48,7 @@ def selection(rank: Rank, shape: Latent, *, again: bool, trains: bool) -> list[I
     else:
         items += _score_and_choose(rank)
         items += _shared(rank, "select.gather", 4.0 * _chosen(rank))
-        if not again and scenario.recompute.replay:
+        if not again and not trains and scenario.recompute.replay:  # only recomputed layers replay
             items += _record(rank)
     if trains and options.loss:
         heads = shape.heads // rank.plan.tensor

@@ -41,6 +41,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         "model": model,
         "cluster": draw(st.sampled_from(["h20-64x8-8x400g", "h20-64x8-4x400g", "h100-2048x8", "b200-64x8"])),
         "gpus": stages * tensor * context * data,
+        "mtp_layers": draw(st.sampled_from([0, 1])) if experts else 0,
+        "recompute.layers_fraction": draw(st.sampled_from([0.5, 1.0])),
         "layout.schedule": schedule,
         "layout.pipeline_parallel": stages,
         "layout.virtual_stages": draw(st.sampled_from([1, 2])) if schedule == "interleaved" else 1,
