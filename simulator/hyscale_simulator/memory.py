@@ -97,7 +97,10 @@ def _stage(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
     yield "optimizer", held(precision.optimizer_bytes, 1)
     yield "activations", _activations(rank, stage)
     if scenario.recompute.replay and not scenario.offload.selection:
-        yield "selection records", _in_flight(rank, stage, lambda kind: kind.selects * kind.recomputed * record_bytes(rank))
+        yield (
+            "selection records",
+            _in_flight(rank, stage, lambda kind: kind.selects * kind.recomputed * record_bytes(rank)),
+        )
     yield from _workspaces(rank, stage)
     yield "context and libraries", CONTEXT_BYTES
 
