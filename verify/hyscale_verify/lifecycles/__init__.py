@@ -1,0 +1,1 @@
+"""Lives of records: what replay and the indexer's gradients promise, a stateful machine, planted bugs."""

@@ -1,0 +1,27 @@
+"""Planted bugs of replay: each still fits the sources, and lifecycle bugs are killed by the machine."""
+
+from pathlib import Path
+
+import pytest
+
+import hyscale_kernels
+from hyscale_verify.lifecycles.catalogue import MUTANTS
+from hyscale_verify.lifecycles.machine import run_machine
+from hyscale_verify.mutants.harness import planted
+from hyscale_verify.properties.base import FalsifiedError
+
+PACKAGE = Path(hyscale_kernels.__file__).parent
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
+def test_the_edit_fits_once_and_changes_something(mutant: object) -> None:
+    text = (PACKAGE / mutant.file).read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    assert text.count(mutant.old) == 1  # type: ignore[attr-defined]
+    assert mutant.old != mutant.new  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["one_frame_for_all", "failed_forward_leaves_its_record"])
+def test_the_machine_convicts(name: str, device: str) -> None:
+    mutant = next(each for each in MUTANTS if each.name == name)
+    with planted(mutant) as package, pytest.raises(FalsifiedError):
+        run_machine(package, device, seed=0)
