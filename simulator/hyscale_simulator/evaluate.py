@@ -96,7 +96,8 @@ def _disturbed(graph: Graph, scenario: Scenario) -> Graph:
         stages = scenario.layout.pipeline_parallel
         if faults.slow_stage >= stages:
             raise LayoutError(
-                f"scenario {scenario.name}: faults.slow_stage = {faults.slow_stage}: there are 0 to {stages - 1}"
+                f"scenario {scenario.name}: faults.slow_stage = {faults.slow_stage}: "
+                f"there are 0 to {stages - 1}"
             )
         graph = slow_streams(graph, {f"stage{faults.slow_stage}/": faults.slow_stage_factor})
     if faults.jitter_fraction:
