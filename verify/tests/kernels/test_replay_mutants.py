@@ -7,6 +7,7 @@ import pytest
 import hyscale_kernels
 from hyscale_verify.lifecycles.catalogue import MUTANTS
 from hyscale_verify.lifecycles.machine import run_machine
+from hyscale_verify.mutants.catalogue import Mutant
 from hyscale_verify.mutants.harness import planted
 from hyscale_verify.properties.base import FalsifiedError
 
@@ -14,10 +15,10 @@ PACKAGE = Path(hyscale_kernels.__file__).parent
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
-def test_the_edit_fits_once_and_changes_something(mutant: object) -> None:
-    text = (PACKAGE / mutant.file).read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    assert text.count(mutant.old) == 1  # type: ignore[attr-defined]
-    assert mutant.old != mutant.new  # type: ignore[attr-defined]
+def test_the_edit_fits_once_and_changes_something(mutant: Mutant) -> None:
+    text = (PACKAGE / mutant.file).read_text(encoding="utf-8")
+    assert text.count(mutant.old) == 1
+    assert mutant.old != mutant.new
 
 
 @pytest.mark.parametrize("name", ["one_frame_for_all", "failed_forward_leaves_its_record"])
