@@ -74,7 +74,7 @@ def _deepgemm_flashinfer(case: Case) -> Call:
     for first in range(0, case.rows, rows):
         part = slice(first, min(first + rows, case.rows))
         q = spare(case.q[part].view(torch.uint8)).view(case.q.dtype)
-        parts.append((part, q, *map(spare, (case.w[part], case.start[part], case.end[part]))))
+        parts.append((part, q, spare(case.w[part]), spare(case.start[part]), spare(case.end[part])))
     out = torch.empty(case.rows, case.top_k, dtype=torch.int32, device=case.q.device)
 
     def call() -> torch.Tensor:
