@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from hyscale_kernels.baselines import Selected, materialised_topk, slab_topk
 from hyscale_kernels.baselines.scoring import check_inputs, score_rows
-
 from hyscale_ref import windows
 from hyscale_ref.bounds import FLOAT32, bounded_scores
 from hyscale_ref.scores import indexer_scores

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from hyscale_kernels.quantize import (
     Quantized,
     head_weights,
@@ -16,7 +17,6 @@ from hyscale_kernels.quantize import (
     quantize_inputs,
     straight_through,
 )
-
 from hyscale_ref.formats import E4M3, encode
 from hyscale_ref.scores import indexer_scores
 

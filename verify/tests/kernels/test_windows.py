@@ -2,13 +2,13 @@
 
 from typing import Any, cast
 
-import hyscale_kernels.windows as build
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hyscale_kernels.windows as build
 import hyscale_ref.windows as reference
 
 SMALL = settings(max_examples=50, deadline=None)
