@@ -41,7 +41,7 @@ def state(
     most_replay = max(cases, key=lambda c: c.replay_only)
     worst_form = max(cases, key=lambda c: abs(c.closed_form_error))
     sharing = _point(curves, "index sharing", "21: GLM-5.2")
-    h200 = _point(curves, "GPU", "H200 SXM")
+    h200 = _point(curves, "GPU", "H200")
     selective = _point(curves, "recomputation", "selective")
     published = ", ".join(
         f"{tokens_label(k.tokens)}: {k.published_ms:.2f} to {k.published_fused_ms:.2f} ms, "

@@ -306,7 +306,10 @@ def plan(argv: list[str]) -> int:
                 "scenario": base.name,
                 "tried": found.tried,
                 "ran": found.ran,
-                "best": [{"layout": c.label, "changes": c.changes, **c.row} for c in found.best],
+                "best": [
+                    {"layout": c.label, "changes": c.changes, "host_gib": c.host_gib, **c.row}
+                    for c in found.best
+                ],
                 "refused": [{"rule": r.rule, "count": r.count, "example": r.example} for r in found.refusals],
             }
             json_.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -2,11 +2,15 @@
 
 Data parallelism is what the other sizes leave.  Refusals are counted by the rule they break, so that a reader
 sees what to change to have more choice.
+
+Steps of many microbatches are ranked first by a short step, of twice as many microbatches as the pipeline has
+stages: each further one adds one pass through the slowest stage, so a step of m takes about
+(m + p - 1) / (3p - 1) times as long.  The best of that ranking are then priced in full.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from hyscale_simulator.descriptions import DescriptionError
@@ -20,6 +24,8 @@ __all__ = ["Choice", "Outcome", "Refusal", "candidates", "search"]
 
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = (0.0, 1.0)
+FINALISTS = 3
+"""Layouts priced in full, as a multiple of those shown."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Choice:
     scenario: Scenario
     cut: Plan
     changes: dict[str, object]
+    host_gib: float = 0.0
+    """Activations that each GPU keeps in host memory, which is not checked: no description states its size."""
     row: Row = field(default_factory=dict)
 
     @property
@@ -40,17 +48,18 @@ class Choice:
             name += f" stages {'-'.join(str(len(c)) for c in cut.chunks)}"
         extra = [f"{scenario.recompute.policy} recompute"]
         if scenario.offload.activations:
-            extra.append("offload")
+            extra.append(f"{self.host_gib:.0f} GiB a GPU on the host")
         return f"{name}, {', '.join(extra)}"
 
 
 @dataclass
 class Refusal:
-    """A rule that candidates broke: how many, and one of them in full."""
+    """A rule that candidates broke: how many, and the one of them in full that misses it least."""
 
     rule: str
     count: int
     example: str
+    excess: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,9 +140,12 @@ def search(
     refusals: dict[str, Refusal] = {}
     tried = 0
 
-    def refuse(rule: str, example: str) -> None:
-        known = refusals.setdefault(rule, Refusal(rule, 0, example))
+    def refuse(message: str, example: str = "", excess: float = 0.0) -> None:
+        message = message.removeprefix(f"scenario {scenario.name}: ")
+        known = refusals.setdefault(_rule(message), Refusal(_rule(message), 0, example or message, excess))
         known.count += 1
+        if excess < known.excess:
+            known.example, known.excess = example, excess
 
     for changes in candidates(scenario):
         tried += 1
@@ -141,41 +153,73 @@ def search(
         try:
             cut = plan(changed)
         except LayoutError as error:
-            message = str(error).removeprefix(f"scenario {scenario.name}: ")
-            refuse(_rule(message), message)
+            refuse(str(error))
             continue
         held = memory(changed, cut)
-        choice = Choice(changed, cut, changes)
+        here = memory(changed.with_(**{"offload.activations": 0.0}), cut)
+        choice = Choice(changed, cut, changes, (here.peak_bytes - held.peak_bytes) / GIB)
         if not held.fits:
             largest = ", ".join(f"{name} {size / GIB:.0f}" for name, size in held.items[:3])
             refuse(
                 "does not fit into memory",
                 f"{choice.label}: {held.peak_bytes / GIB:.0f} of {held.capacity_bytes / GIB:.0f} GiB "
                 f"({largest} GiB)",
+                held.peak_bytes - held.capacity_bytes,
             )
             continue
         able.append(choice)
     if not tried:
         raise DescriptionError(f"scenario {scenario.name}: gpus = {scenario.gpus}: no layout to try")
-    rows = _price(able, run, journal, profiles, progress)
-    order = {id(row): at for at, row in enumerate(rows)}
-    best = [able[order[id(row)]] for row in ranked(rows, objective, fits=True)]
-    priced = [Choice(item.scenario, item.cut, item.changes, rows[able.index(item)]) for item in best[:top]]
-    for row, choice in zip(rows, able, strict=True):
+
+    def price(scenarios: Sequence[Scenario]) -> list[Row]:
+        return sweep([Point((), item) for item in scenarios], run, journal, profiles, progress)
+
+    short = price([_short(choice) for choice in able])
+    promising: list[tuple[float, Choice]] = []
+    for choice, row in zip(able, short, strict=True):
         if row["refused"]:
-            refuse(_rule(row["refused"]), f"{choice.label}: {row['refused']}")
+            refuse(row["refused"])
+        else:
+            promising.append((row["step_time_s"] * _longer(choice), choice))
+    # Every objective follows the step: the GPUs, their price and the tokens of a step are the scenario's.
+    promising.sort(key=lambda item: item[0])
+    finalists = [choice for _, choice in promising[: FINALISTS * top]]
+    rows = price([choice.scenario for choice in finalists])
+    by_hash = {row["scenario_hash"]: row for row in rows}
+    order = [row["scenario_hash"] for row in ranked(rows, objective, fits=True)]
+    place = {name: at for at, name in enumerate(order)}
+    finalists.sort(key=lambda choice: place[choice.scenario.hash])
+    best = [replace(item, row=by_hash[item.scenario.hash]) for item in finalists]
+    best = _distinct(best)
     ordered = sorted(refusals.values(), key=lambda item: -item.count)
-    return Outcome(tuple(priced), tried, len(best), tuple(ordered))
+    return Outcome(tuple(best[:top]), tried, len(promising), tuple(ordered))
 
 
-def _price(
-    able: Sequence[Choice],
-    run: Executor,
-    journal: Journal,
-    profiles: tuple[str, ...],
-    progress: Callable[[int, int], None],
-) -> list[Row]:
-    return sweep([Point((), choice.scenario) for choice in able], run, journal, profiles, progress)
+def _distinct(choices: Sequence[Choice]) -> list[Choice]:
+    """Without those that only name their policy differently: same cut, step and memory as a better one."""
+    found: dict[tuple[object, ...], Choice] = {}
+    for choice in choices:
+        row, cut = choice.row, choice.cut
+        key = (cut.tensor, cut.context, cut.pipeline, cut.expert, row["step_time_s"], row["peak_gib"])
+        found.setdefault(key, choice)
+    return list(found.values())
+
+
+def _short(choice: Choice) -> Scenario:
+    """The scenario with no more microbatches than two for each stage."""
+    scenario, cut = choice.scenario, choice.cut
+    each = cut.data * scenario.batch.sequences_per_microbatch
+    return scenario.with_(**{"batch.sequences_per_step": _few(cut) * each})
+
+
+def _few(cut: Plan) -> int:
+    return min(cut.microbatches, 2 * cut.pipeline)
+
+
+def _longer(choice: Choice) -> float:
+    """How much longer the step is than the short one."""
+    cut = choice.cut
+    return (cut.microbatches + cut.pipeline - 1) / (_few(cut) + cut.pipeline - 1)
 
 
 def _rule(message: str) -> str:

@@ -85,7 +85,7 @@ def _gpus(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
     clusters = ("h20-64x8-8x400g", "h20-3e-64x8-8x400g", "h100-2048x8", "h200-64x8", "b200-64x8")
     for at, cluster in enumerate(clusters):
         changed = scenario.with_(cluster=cluster)
-        yield changed.gpu_description.name, float(at), changed
+        yield changed.gpu_description.name.removesuffix(" SXM"), float(at), changed
 
 
 def _sharing(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
@@ -106,7 +106,7 @@ def _imbalance(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
     yield "balanced", 0.0, scenario.with_(**{"routing.distribution": "balanced"})
     for exponent in (0.25, 0.5, 0.75, 1.0):
         changes = {"routing.distribution": "power_law", "routing.exponent": exponent}
-        yield f"power law {exponent:g}", exponent, scenario.with_(**changes)
+        yield f"{exponent:g}", exponent, scenario.with_(**changes)
 
 
 def _recompute(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
@@ -124,7 +124,7 @@ AXES: tuple[Axis, ...] = (
          note="Where layers share a selection there is less of it to save."),
     Axis("top-k", "keys", _set("model.indexer.top_k", (512, 1024, 2048, 4096)), "model.indexer.top_k"),
     Axis("index heads", "heads", _set("model.indexer.heads", (16, 32, 64)), "model.indexer.heads"),
-    Axis("expert imbalance", "exponent", _imbalance, "routing.exponent",
+    Axis("expert imbalance", "exponent of a power law", _imbalance, "routing.exponent",
          note="Load of the i-th busiest expert proportional to i^-exponent."),
     Axis("network", "Gbit/s a NIC",
          _set("cluster.nic_gbit_per_s", (100.0, 200.0, 400.0, 800.0), "{:g}".format),

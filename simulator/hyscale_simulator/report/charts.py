@@ -45,9 +45,10 @@ def bars(items: Sequence[Bar]) -> str:
     return f'<div class="bars" role="img">{"".join(cells)}</div>'
 
 
-def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]], colours: dict[str, str]) -> str:
-    """Rows of (label, parts, figure), the longest row as wide as the page."""
-    longest = max((sum(size for _, size in parts) for _, parts, _ in rows), default=0.0) or 1.0
+def stacked(
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]], colours: dict[str, str], longest: float
+) -> str:
+    """Rows of (label, parts, figure); ``longest`` is as wide as the page."""
     cells = []
     for label, parts, text in rows:
         pieces = "".join(
@@ -70,12 +71,14 @@ def legend(colours: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through (x in 0..1, y), dashed if told so."""
+    """Points (x in 0..1, y); joined unless x is no scale, dashed if told so, bare if it is only a guide."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: str = BLUE
     dashed: bool = False
+    joined: bool = True
+    bare: bool = False
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 340, 190, 38, 34, 22, 12
@@ -89,11 +92,12 @@ def lines(
     marked: float | None = None,
     band: tuple[float, float, str] | None = None,
     y_low: float | None = None,
+    y_high: float | None = None,
 ) -> str:
     """Curves with every tick labelled; ``marked``: an x to ring; ``band``: a range of y and what it is."""
     values = [y for line in series for _, y in line.points] + ([band[0], band[1]] if band else [])
     low = min(values) if y_low is None else y_low
-    high = max(values)
+    high = max(values) if y_high is None else y_high
     pad = 0.06 * (high - low or 1.0)
     low, high = (low - pad if y_low is None else low), high + pad
 
@@ -125,8 +129,11 @@ def lines(
     for line in series:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dash}/>')
-        for point in line.points:
+        if line.joined:
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dash}/>'
+            )
+        for point in () if line.bare else line.points:
             x, y = place(*point)
             ring = marked is not None and abs(point[0] - marked) < 1e-9
             parts.append(

@@ -87,7 +87,13 @@ def shares(found: Explanation) -> Section:
         at -= saved
     steps.append(Bar("improved", 0.0, at, f"{at:.1f} s", BLUE))
     values = [
-        Bar(s.title, 0.0, share, f"{share:.1%}", BLUE if share >= 0 else VERMILLION)
+        Bar(
+            s.title,
+            0.0,
+            share,
+            f"{share + 0.0:.1%}".replace("-0.0%", "0.0%"),
+            BLUE if share >= 0 else VERMILLION,
+        )
         for s, share in zip(game.switches, game.log_shares, strict=True)
     ]
     rows = [
@@ -116,6 +122,10 @@ def shares(found: Explanation) -> Section:
     return Section("shares", "What makes the difference", html)
 
 
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if abs(share) >= 5e-4 else "0.0%"
+
+
 def _colours(results: Sequence[Result]) -> dict[str, str]:
     total: dict[str, float] = {}
     for result in results:
@@ -137,6 +147,7 @@ def stages(found: Explanation) -> Section:
     results = (found.attribution.baseline, found.attribution.improved)
     colours = _colours(results)
     html, numbers_rows = "", []
+    longest = max(result.step_time_s for result in results)
     for which, result in zip(("baseline", "improved"), results, strict=True):
         bars_of = []
         for stage, parts in enumerate(result.stage_parts_ns):
@@ -147,7 +158,7 @@ def stages(found: Explanation) -> Section:
             shown = _by_colour(kinds, colours)
             bars_of.append((f"stage {stage}", shown, f"{sum(s for _, s in shown):.1f} s"))
             numbers_rows.append((f"{which} {stage}", *(f"{seconds:.2f}" for _, seconds in shown)))
-        html += f"<h3>{which}</h3>{stacked(bars_of, colours)}"
+        html += f"<h3>{which}</h3>{stacked(bars_of, colours, longest)}"
     return Section(
         "stages",
         "Where a step goes, by pipeline stage",
@@ -252,12 +263,13 @@ def memory(found: Explanation) -> Section:
     names = list(dict.fromkeys(name for r in results for name, size in r.memory.items if size >= GIB / 2))[:8]
     colours = {**dict(zip(names, COLOURS, strict=False)), "everything else": "#6e7781", "free": "#ffffff"}
     rows, numbers_rows = [], []
+    longest = max(max(r.memory.peak_bytes, r.memory.capacity_bytes) for r in results) / GIB
     for which, result in zip(("baseline", "improved"), results, strict=True):
         held = result.memory
         free = max(held.capacity_bytes - held.peak_bytes, 0.0)
         parts = _by_colour({**dict(held.items), "free": free}, colours)
         shown = [(name, size / GIB) for name, size in parts]
-        verdict = "fits" if held.fits else "too much"
+        verdict = f"{held.peak_bytes / GIB:.0f}" + ("" if held.fits else " !")
         rows.append((which, shown, verdict))
         numbers_rows.append((which, f"{held.peak_bytes / GIB:.1f}", f"{held.capacity_bytes / GIB:.1f}",
                              *(f"{size:.1f}" for _, size in shown)))  # fmt: skip
@@ -268,8 +280,9 @@ def memory(found: Explanation) -> Section:
         if not r.memory.fits
     ]
     html = (
-        f"<p>GiB on the fullest GPU of {results[0].memory.capacity_bytes / GIB:.1f}.</p>{legend(colours)}"
-        f"{stacked(rows, colours)}{''.join(remedies)}"
+        f"<p>GiB on the fullest GPU, of {results[0].memory.capacity_bytes / GIB:.1f}; ! marks what does not "
+        f"fit.</p>{legend(colours)}"
+        f"{stacked(rows, colours, longest)}{''.join(remedies)}"
         + numbers(("scenario", "peak GiB", "of", *colours), numbers_rows, _simulate(found))
     )
     return Section("memory", "Memory", html)
