@@ -1,6 +1,7 @@
 """Everything ``hyscale explain`` says, computed: a comparison of two scenarios, and the claim held "
 "against it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ class Explanation:
                 for name, seconds in zip(names, found.waterfall, strict=True)
             ],
             "shapley": [
-                {"switch": name, "log_share": share, "seconds": seconds}
+                {"switch": name, "log_share": None if math.isnan(share) else share, "seconds": seconds}
                 for name, share, seconds in zip(names, found.log_shares, found.seconds, strict=True)
             ],
             "interactions": [

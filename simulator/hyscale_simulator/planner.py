@@ -36,7 +36,7 @@ class Choice:
     cut: Plan
     changes: dict[str, object]
     host_gib: float = 0.0
-    """Activations that each GPU keeps in host memory, which is not checked: no description states its size."""
+    """Activations that each GPU keeps in host memory; whether there is room is not checked."""
     row: Row = field(default_factory=dict)
 
     @property
@@ -156,8 +156,11 @@ def search(
             refuse(str(error))
             continue
         held = memory(changed, cut)
-        here = memory(changed.with_(**{"offload.activations": 0.0}), cut)
-        choice = Choice(changed, cut, changes, (here.peak_bytes - held.peak_bytes) / GIB)
+        moved = 0.0
+        if changed.offload.activations:
+            here = memory(changed.with_(**{"offload.activations": 0.0}), cut)
+            moved = (here.peak_bytes - held.peak_bytes) / GIB
+        choice = Choice(changed, cut, changes, moved)
         if not held.fits:
             largest = ", ".join(f"{name} {size / GIB:.0f}" for name, size in held.items[:3])
             refuse(
