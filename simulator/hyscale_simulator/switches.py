@@ -107,6 +107,8 @@ def between(baseline: Scenario, improved: Scenario) -> tuple[Switch, ...]:
 
 
 def _needs(name: str, baseline: Scenario, improved: Scenario) -> tuple[str, ...]:
+    if name == "score_table" and baseline.selection.scoring_dtype == "fp32":
+        return ("scoring_dtype",)  # HyTopK takes bf16, fp16 or fp8
     if name == "pruning" and baseline.selection.table:
         return ("score_table",)
     if name in ("record", "offload") and not baseline.recompute.replay:
