@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_HOLDS
-from hyscale_verify.devices import DEVICES, EnvironmentLackingError, prepare
+from hyscale_verify.devices import DEVICES, prepare
+from hyscale_verify.errors import EnvironmentLackingError
 
 EXIT_INTERRUPTED = 130
 WIDTH = 132  # of tables that do not go to a terminal
@@ -62,7 +63,10 @@ def _call(verb: str, function: Callable[..., int], argv: Sequence[str]) -> int:
 
 def _verify(
     target: Annotated[
-        str, typer.Option(help="hytopk, slab, torch_topk, reference, flashinfer, or module:function.")
+        str,
+        typer.Option(
+            help="hytopk, materialised, slab, torch_topk, reference, flashinfer, or module:function."
+        ),
     ] = "hytopk",
     profile: Annotated[str, typer.Option(help="How hard to look: quick, ci or deep.")] = "quick",
     device: Annotated[str, typer.Option(help="auto, cpu (Triton's interpreter) or cuda.")] = "auto",

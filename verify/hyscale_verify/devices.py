@@ -3,11 +3,9 @@
 import os
 import sys
 
+from hyscale_verify.errors import EnvironmentLackingError
+
 DEVICES = ("auto", "cpu", "cuda")
-
-
-class EnvironmentLackingError(RuntimeError):
-    """A device or target cannot run on this machine; the message says what is missing."""
 
 
 def prepare(device: str) -> str:

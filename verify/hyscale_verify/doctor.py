@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_HOLDS
-from hyscale_verify.devices import EnvironmentLackingError, prepare
+from hyscale_verify.devices import prepare
+from hyscale_verify.errors import EnvironmentLackingError
 
 PACKAGES = (
     "hyscale",

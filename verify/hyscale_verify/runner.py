@@ -20,7 +20,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Flaky, StopTest, Unsatisfiable, UnsatisfiedAssumption
 
 from hyscale_verify import targets
-from hyscale_verify.devices import EnvironmentLackingError
+from hyscale_verify.errors import EnvironmentLackingError
 from hyscale_verify.properties import PROPERTIES, FalsifiedError, InapplicableError, Property, Trial
 from hyscale_verify.strategies import CPU, CUDA, Space, cases
 from hyscale_verify.targets import Target
@@ -274,7 +274,7 @@ class _Search:
         failure, trial = self.failure, self.trial
         assert failure is not None
         assert trial is not None
-        crashed = not isinstance(failure, AssertionError)
+        crashed = not isinstance(failure, FalsifiedError)
         rows, keys = (failure.rows, failure.keys) if isinstance(failure, FalsifiedError) else ((), ())
         message = "".join(traceback.format_exception_only(failure)[:1]).strip() if crashed else str(failure)
         told = [trial.case.in_words(rows, keys), *trial.notes, message]

@@ -24,7 +24,7 @@ import torch
 
 from hyscale_ref.topk import topk
 from hyscale_verify.cases import DTYPES, Case, Float32, Int32, Tensors
-from hyscale_verify.devices import EnvironmentLackingError
+from hyscale_verify.errors import EnvironmentLackingError, FalsifiedError
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,31 @@ def given_scores(case: Case) -> Float32:
 
 
 def _indices(name: str, returned: object, case: Case) -> Int32:
-    """A target's return value as int32 [T, K]; AssertionError where it is not of that form."""
+    """A target's return value as int32 [T, K]; FalsifiedError where it is not of that form."""
     if isinstance(returned, torch.Tensor):
         returned = returned.detach().cpu().numpy()
     indices = np.asarray(returned)
-    assert np.issubdtype(indices.dtype, np.integer), f"{name} returned {indices.dtype}; allowed: integers"
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise FalsifiedError(f"{name} returned {indices.dtype}; allowed: integers")
     wanted = (case.num_queries, case.top_k)
-    assert indices.shape == wanted, f"{name} returned shape {indices.shape}; allowed: [T, K] = {wanted}"
+    if indices.shape != wanted:
+        raise FalsifiedError(f"{name} returned shape {indices.shape}; allowed: [T, K] = {wanted}")
     return indices.astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32)
 
 
 class HyTopK:
-    """``hytopk`` of ``package`` (the installed one, or a copy with a planted bug)."""
+    """``hytopk`` of ``package`` (the installed one, or a copy with a planted bug).
 
-    def __init__(self, device: str, package: str = "hyscale_kernels") -> None:
+    ``api`` stands in for the module ``package``.hytopk where it is given.
+    """
+
+    def __init__(self, device: str, package: str = "hyscale_kernels", api: Any = None) -> None:
         self.name = "hytopk"
         self.device = device
         self.offers = frozenset({"fused", "dense", "hytopk"})
         self.dtypes = _fused_dtypes(device)
         self.package = package
-        self.api: ModuleType = importlib.import_module(f"{package}.hytopk")
+        self.api = importlib.import_module(f"{package}.hytopk") if api is None else api
 
     def module(self, name: str) -> ModuleType:
         """A module of the judged package, e.g. ``windows``."""
@@ -187,8 +192,9 @@ class Fused:
         inputs = inputs or case.tensors(self.device)
         scale = {} if case.k_scale is None else {"k_scale": inputs.k_scale}
         returned = self._function(inputs.q, inputs.k, inputs.w, case.top_k, **inputs.windows, **scale)
-        indices = getattr(returned, "indices", returned)
-        return Result(_indices(self.name, indices, case))
+        if not isinstance(returned, torch.Tensor):  # a result object, as hytopk's
+            returned = getattr(returned, "indices", returned)
+        return Result(_indices(self.name, returned, case))
 
     def dense(self, case: Case) -> Float32:
         raise NotImplementedError(f"{self.name} does not show its scores")
@@ -228,7 +234,8 @@ def _flashinfer_topk(
     return torch.where(ordered == last, -1, ordered)
 
 
-NAMED = ("hytopk", "slab", "torch_topk", "reference", "flashinfer")
+BASELINES = {"materialised": "materialised_topk", "slab": "slab_topk"}
+NAMED = ("hytopk", *BASELINES, "torch_topk", "reference", "flashinfer")
 
 
 def load(spec: str, device: str) -> Target:
@@ -240,9 +247,9 @@ def load(spec: str, device: str) -> Target:
     """
     if spec == "hytopk":
         return HyTopK(device)
-    if spec == "slab":
-        function = importlib.import_module("hyscale_kernels.baselines").slab
-        return Fused("slab", function, device, _fused_dtypes(device))
+    if spec in BASELINES:
+        function = getattr(importlib.import_module("hyscale_kernels.baselines"), BASELINES[spec])
+        return Fused(spec, function, device, _fused_dtypes(device))
     if spec == "torch_topk":
         return Selector(spec, _torch_topk, device)
     if spec == "reference":

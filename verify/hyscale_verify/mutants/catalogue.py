@@ -142,6 +142,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "guess = live & (length > capacity)",
         "guess = live & (length > capacity // 4)",
         "short rows take a threshold from samples that were never drawn",
+        "certified_set",
         OWN,
     ),
     _scan(
@@ -216,7 +217,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "score = score * key_scale(k_scale_ptr, keys)",
         "score = score * 1.0",
         "candidates are rescored without k_scale",
-        "returned_scores",
+        "certified_set",
+        "internal_sizes",
     ),
     _rescore(
         "last_gather_missing",
@@ -245,7 +247,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "return present, bar, tl.where(present > top_k, top_k - above, 0)",
         "return present, bar, tl.where(present > top_k, top_k - above + 1, 0)",
         "one more of the equal scores is taken than there is room for",
-        "ascending_and_unique",
+        "only_its_own_memory",
         OWN,
     ),
     _rank(
@@ -296,7 +298,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "s = lo\n",
         "s = tl.maximum(lo - 1, 0)\n",
         "filling from a plateau starts one key before the window",
-        "forced_flood_by_a_plateau",
+        "certified_set",
         "window_is_respected",
     ),
     _plateau(
@@ -304,6 +306,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "equal = tl.where(tl.cumsum(equal, axis=0) <= missing, equal, 0)",
         "equal = tl.where(tl.cumsum(equal, axis=0) <= missing + 1, equal, 0)",
         "one key too many is taken from a plateau",
+        "certified_set",
         "forced_flood_by_a_plateau",
     ),
     _plateau(
@@ -311,7 +314,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "right = ((key != NEVER) & (index >= s)).to(tl.int32)",
         "right = ((key != NEVER) & (index > s)).to(tl.int32)",
         "the first key held to the right of the walked part is dropped",
-        "forced_flood_by_a_plateau",
+        "certified_set",
         OWN,
     ),
     _repair(
@@ -403,8 +406,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _sizes(
         "workspace_unbounded",
-        "budget = WORKSPACE_PER_INDEX * T * top_k + WORKSPACE_FIXED",
-        "budget = WORKSPACE_PER_INDEX * T * top_k + WORKSPACE_FIXED + T * S // 8",
+        "budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES",
+        "budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES + T * S // 8",
         "chunks grow with the number of keys",
         "workspace_is_bounded",
     ),

@@ -4,27 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.errors import UnsatisfiedAssumption
 
-from hyscale_verify.cases import Case, Float32
+from hyscale_verify.cases import Case, Float32, Float64
+from hyscale_verify.errors import FalsifiedError, InapplicableError
 from hyscale_verify.strategies import Space
 from hyscale_verify.targets import HyTopK, Result, Target
 
+__all__ = ["FalsifiedError", "InapplicableError", "Property", "Trial", "promise"]
+
 V = TypeVar("V")
-
-
-class FalsifiedError(AssertionError):
-    """A property does not hold. ``rows`` and ``keys`` are those to look at."""
-
-    def __init__(self, message: str, rows: tuple[int, ...] = (), keys: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.rows = rows
-        self.keys = keys
-
-
-class InapplicableError(Exception):
-    """The property means nothing on this machine; the message says what is missing."""
 
 
 @dataclass
@@ -57,6 +48,16 @@ class Trial:
     def dense(self, case: Case | None = None) -> Float32:
         """The target's own scores, float32 [T, S]."""
         return self.target.dense(self.case if case is None else case)
+
+    def ranked(self) -> Float32 | Float64:
+        """The scores that decide: the target's own where it shows them, else the exact ones.
+
+        Exact scores do not decide where the target's may overflow; such an example is dropped.
+        """
+        if "dense" in self.target.offers:
+            return self.dense()
+        self.assume(bool((np.abs(self.case.w) < 1e38).all()))
+        return self.case.scores()
 
     @property
     def hytopk(self) -> HyTopK:

@@ -25,21 +25,21 @@ def ascending_and_unique(trial: Trial) -> None:
 
 @promise("result", MIXED)
 def tail_is_minus_one(trial: Trial) -> None:
-    """After the selected indices of a row every entry is -1, and before them none."""
-    for t, row in enumerate(trial.select().indices):
-        negative = np.flatnonzero(row < 0)
-        if not negative.size:
-            continue
-        tail = row[negative[0] :]
-        if (tail != -1).any():
-            odd = int(tail[tail != -1][0])
-            raise FalsifiedError(f"row {t} has {odd} in its tail, which begins at place {negative[0]}", (t,))
+    """After the keys there are to select every entry of a row is -1, and before that none is negative."""
+    scores = trial.ranked()
+    for t, (row, n) in enumerate(
+        zip(trial.select().indices, expected(trial.case, scores).count, strict=True)
+    ):
+        wrong = np.flatnonzero(np.where(np.arange(len(row)) < n, row < 0, row != -1))
+        if wrong.size:
+            place = int(wrong[0])
+            raise FalsifiedError(f"row {t} of {n} selectable keys has {row[place]} at place {place}", (t,))
 
 
 @promise("result", (*MIXED, "infinities"))
 def as_many_as_there_are(trial: Trial) -> None:
     """A row selects min(K, keys of its window that are not NaN), and says so in ``count``."""
-    scores = trial.dense() if "dense" in trial.target.offers else trial.case.scores()
+    scores = trial.ranked()
     result, right = trial.select(), expected(trial.case, scores).count
     for t, row in enumerate(result.indices):
         number = len(members(row))

@@ -1,6 +1,6 @@
 """Internal sizes, buffers and memory: forced overflow and underflow, workspace, addresses.
 
-The forced properties first make sure, by the kernel's own statistics, that what they force took place.
+The forced properties report how many rows, by the kernel's own statistics, took the path that they force.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hyscale_verify.cases import DTYPES, Case, InternalSizes
 from hyscale_verify.memory import spread_rows, watched_allocations
 from hyscale_verify.properties.base import FalsifiedError, Property, Trial, promise
-from hyscale_verify.properties.judge import expected, members, same_bits, same_sets
+from hyscale_verify.properties.judge import expected, members, own_memory, same_bits, same_sets
 from hyscale_verify.strategies import cases
 from hyscale_verify.targets import Result
 
@@ -80,10 +80,11 @@ def _rescored(result: Result) -> NDArray[np.integer]:
 def forced_overflow_of_candidates(trial: Trial) -> None:
     """More candidates than the buffer holds: the row is marked as rescored and exact, never truncated."""
     case = _larger(trial, (1, 3, 8), 200)
-    result = trial.select()
+    with own_memory("an overflow"):
+        result = trial.select()
     candidates = result.stats.candidates.cpu().numpy()
     room = _tight(trial).capacity(case.top_k)
-    trial.assume(bool((candidates > room).any()))
+    trial.numbers["rows forced"] = float((candidates > room).sum())
     for t in np.flatnonzero((candidates > room) & (_rescored(result) != 1)).tolist():
         raise FalsifiedError(
             f"row {t} had {candidates[t]} candidates for a buffer of {room} and is not marked as rescored",
@@ -96,8 +97,9 @@ def forced_overflow_of_candidates(trial: Trial) -> None:
 def forced_refill_of_the_repair_buffer(trial: Trial) -> None:
     """Repair fills its buffer again and again (scores that rise with the key) and stays exact."""
     _larger(trial, (1, 2, 5), 64)
-    result = trial.select(return_scores=True)
-    trial.assume(bool((_rescored(result) == 1).any()))
+    with own_memory("repair"):
+        result = trial.select(return_scores=True)
+    trial.numbers["rows forced"] = float((_rescored(result) == 1).sum())
     _exact(trial, result)
 
 
@@ -106,7 +108,7 @@ def forced_flood_by_a_plateau(trial: Trial) -> None:
     """Equal scores that no threshold can thin out are filled in: exact, smaller keys first."""
     _larger(trial, (1, 3, 8), 64)
     result = trial.select(return_scores=True)
-    trial.assume(bool((_rescored(result) == 2).any()))
+    trial.numbers["rows forced"] = float((_rescored(result) == 2).sum())
     _exact(trial, result)
 
 
@@ -134,7 +136,7 @@ def forced_underflow(trial: Trial) -> None:
     trial.case = case.with_(q=q, k=k, w=w, k_scale=None if case.k_scale is None else case.k_scale * 0 + 1)
     result = trial.select()
     candidates = result.stats.candidates.cpu().numpy()
-    trial.assume(bool((candidates < case.top_k).any()))
+    trial.numbers["rows forced"] = float((candidates < case.top_k).sum())
     for t in np.flatnonzero((candidates < case.top_k) & (_rescored(result) == 0)).tolist():
         raise FalsifiedError(
             f"row {t} had {candidates[t]} candidates for K={case.top_k} and is not rescored", (t,)
@@ -151,8 +153,13 @@ def workspace_is_bounded(trial: Trial) -> None:
     D = trial.draw(st.integers(16, 256), "D")
     K = trial.draw(st.integers(1, 4096), "K")
     dtype = trial.draw(st.sampled_from(trial.space.dtypes), "dtype")
-    stated = trial.hytopk.api.workspace_bytes(T, S, H, D, K, DTYPES[dtype], trial.device)
     bound = 16 * T * K + 64 * MIB
+    try:
+        stated = trial.hytopk.api.workspace_bytes(T, S, H, D, K, DTYPES[dtype], trial.device)
+    except AssertionError as error:
+        raise FalsifiedError(
+            f"workspace of T={T} S={S} H={H} D={D} K={K}: its own check fails: {error}"
+        ) from error
     if not 0 <= stated <= bound:
         raise FalsifiedError(
             f"workspace of T={T} S={S} H={H} D={D} K={K}: {stated} bytes; {bound} are allowed"
@@ -206,22 +213,13 @@ EDGES = ("odd_sizes", "row_lengths", "strided_storage", "packed_windows", "tie_r
 @promise("memory", EDGES, needs=["fused"], device="cpu")
 def only_its_own_memory(trial: Trial) -> None:
     """Every load and store lies inside the memory of a tensor argument of its launch."""
-    from hyscale_verify.interpreter import access_error_in
-
-    try:
+    with own_memory("the call"):
         trial.select()
-    except Exception as error:
-        wrong = access_error_in(error)
-        if wrong is None:
-            raise
-        raise FalsifiedError(str(wrong)) from error
 
 
 @promise("control", ("exact_integers", "random_normal"), needs=["fused"], device="cpu")
 def offsets_beyond_int32(trial: Trial) -> None:
     """Rows of q, k or w that lie more than 2**31 elements apart give the same bits."""
-    from hyscale_verify.interpreter import access_error_in
-
     case = trial.case
     name = trial.draw(st.sampled_from(("k", "q", "w")), "far apart")
     inputs = case.tensors(trial.device)
@@ -231,13 +229,8 @@ def offsets_beyond_int32(trial: Trial) -> None:
     far = replace(inputs, **{name: spread})  # type: ignore[arg-type]
     what = f"{name} with rows {spread.stride(0)} elements apart"
     first = trial.select()
-    try:
+    with own_memory(what):
         second = trial.select(inputs=far)
-    except Exception as error:
-        wrong = access_error_in(error)
-        if wrong is None:
-            raise
-        raise FalsifiedError(f"{what}: {wrong}") from error
     same_bits(second, first, what)
 
 

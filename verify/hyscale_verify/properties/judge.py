@@ -1,6 +1,7 @@
 """Comparisons shared by the properties; each failure names the row and the keys at fault."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,20 @@ from hyscale_verify.properties.base import FalsifiedError
 from hyscale_verify.targets import Result
 
 FloatTable = NDArray[np.floating]
+
+
+@contextmanager
+def own_memory(what: str) -> Iterator[None]:
+    """On a CPU: a load or store outside the launch's tensors falsifies; it is no mere crash."""
+    try:
+        yield
+    except Exception as error:
+        from hyscale_verify.interpreter import access_error_in
+
+        wrong = access_error_in(error)
+        if wrong is None:
+            raise
+        raise FalsifiedError(f"{what}: {wrong}") from error
 
 
 def expected(case: Case, scores: FloatTable) -> Selection:

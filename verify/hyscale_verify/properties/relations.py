@@ -98,7 +98,7 @@ def key_permutation(trial: Trial) -> None:
     case = trial.case
     order = np.array(trial.draw(st.permutations(range(case.num_keys)), "key order"))
     moved = case.keys(order)
-    scores = trial.dense() if "dense" in trial.target.offers else case.scores()
+    scores = trial.ranked()
     if "fused" in trial.target.offers and "dense" in trial.target.offers:
         again = trial.dense(moved)
         if not np.array_equal(again.view(np.int32), scores[:, order].view(np.int32)):

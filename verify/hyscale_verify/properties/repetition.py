@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hyscale_verify.cases import LAYOUTS
 from hyscale_verify.memory import PATTERNS, watched_allocations
 from hyscale_verify.properties.base import FalsifiedError, Property, Trial, promise
-from hyscale_verify.properties.judge import same_bits
+from hyscale_verify.properties.judge import own_memory, same_bits
 from hyscale_verify.targets import result_of
 
 ANY = ("tie_rich", "random_normal", "duplicated_keys", "relu_plateau", "ulp_neighbours", "nan")
@@ -23,10 +23,13 @@ def repeated_calls(trial: Trial) -> None:
 @promise("deterministic", (*ANY, "row_lengths", "packed_windows"))
 def poisoned_memory(trial: Trial) -> None:
     """Outputs and workspace that start as other bytes give the same bits: nothing unwritten is read."""
-    with watched_allocations(trial.draw(st.sampled_from(PATTERNS), "first filling")):
-        first = trial.select()
-    with watched_allocations(trial.draw(st.sampled_from(PATTERNS[::-1]), "second filling")):
-        second = trial.select()
+    one = trial.draw(st.sampled_from(PATTERNS), "first filling")
+    two = trial.draw(st.sampled_from(PATTERNS[::-1]), "second filling")
+    with own_memory("over filled memory"):
+        with watched_allocations(one):
+            first = trial.select()
+        with watched_allocations(two):
+            second = trial.select()
     same_bits(second, first, "over differently filled memory")
 
 

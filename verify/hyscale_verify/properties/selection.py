@@ -92,7 +92,7 @@ def certified_set(trial: Trial) -> None:
 @promise("order", TIES)
 def tie_rule(trial: Trial) -> None:
     """Among equal scores the smaller key indices are selected."""
-    scores = trial.dense() if "dense" in trial.target.offers else trial.case.scores()
+    scores = trial.ranked()
     outside = outside_windows(trial.case)
     for t, row in enumerate(trial.select().indices):
         chosen = [key for key in members(row) if key < trial.case.num_keys]
@@ -114,7 +114,7 @@ def tie_rule(trial: Trial) -> None:
 @promise("order", ("nan", "infinities"))
 def nan_never_selected(trial: Trial) -> None:
     """A key whose score is NaN is never selected, and NaN scores are counted per row."""
-    scores = trial.dense() if "dense" in trial.target.offers else trial.case.scores()
+    scores = trial.ranked()
     result = trial.select()
     for t, row in enumerate(result.indices):
         for key in members(row):
@@ -132,7 +132,7 @@ def nan_never_selected(trial: Trial) -> None:
 @promise("order", ("infinities",))
 def infinities_are_ordinary(trial: Trial) -> None:
     """+inf comes before and -inf after every finite score, and both can be selected."""
-    scores = trial.dense() if "dense" in trial.target.offers else trial.case.scores()
+    scores = trial.ranked()
     outside = outside_windows(trial.case)
     for t, row in enumerate(trial.select().indices):
         chosen = [key for key in members(row) if key < trial.case.num_keys]

@@ -98,16 +98,21 @@ def relu_plateau(source: Source, n: Sizes, dtype: str) -> Values:
     )
 
 
+LEAST = 2.0**-149
+"""The smallest positive float32: times 1/4 it is rounded to zero, and keeps its sign."""
+
+
 def signed_zero(source: Source, n: Sizes, dtype: str) -> Values:
+    """Zeros of both signs in one row: relu's zeros beside negative products too small for float32."""
     return Values(
         q=_embed(source.choice((1.0, -1.0), (n.T, n.H, 1)), n.D),
-        k=_embed(source.choice((0.0, -1.0, 1.0, -0.0), (n.S, 1)), n.D),
-        w=np.broadcast_to(source.choice((-1.0, -2.0, -0.0, 1.0), (n.T, 1)), (n.T, n.H)).copy(),
+        k=_embed(source.choice((0.0, -0.25, 0.25, 1.0, -0.0), (n.S, 1)), n.D),
+        w=np.broadcast_to(source.choice((-LEAST, -1.0, -0.0, 1.0), (n.T, 1)), (n.T, n.H)).copy(),
     )
 
 
 def ulp_neighbours(source: Source, n: Sizes, dtype: str) -> Values:
-    """Scores (1 + m 2**-23) 2**e or (-1 + m 2**-23) 2**e with m in 0..15: float32 neighbours.
+    """Scores +-(1 + m 2**-23) 2**e with m in 0..15: float32 neighbours.
 
     Head 0 gives the one and head 1 the m, so the dot products stay small integers in every format.
     """
@@ -115,9 +120,8 @@ def ulp_neighbours(source: Source, n: Sizes, dtype: str) -> Values:
     q[:, 0, 0] = 1.0
     q[:, 1, 1] = 1.0
     w = np.zeros((n.T, n.H))
-    magnitude = np.exp2(source.integers((n.T,), -3, 3))
-    w[:, 0] = magnitude * source.choice((1.0, -1.0), (n.T,))
-    w[:, 1] = magnitude * 2.0**-23
+    w[:, 0] = np.exp2(source.integers((n.T,), -3, 3)) * source.choice((1.0, -1.0), (n.T,))
+    w[:, 1] = w[:, 0] * 2.0**-23
     k = np.zeros((n.S, n.D))
     k[:, 0] = 1.0
     k[:, 1] = source.integers((n.S,), 0, 15)
@@ -225,7 +229,7 @@ REGIMES: dict[str, Regime] = {
         Regime("exact_integers", exact_integers, "small integers in every coordinate", exact=True),
         Regime("tie_rich", tie_rich, "a handful of distinct scores", exact=True, ties=True),
         Regime("relu_plateau", relu_plateau, "most scores are relu's zero", exact=True, ties=True),
-        Regime("signed_zero", signed_zero, "weights that make -0", exact=True, ties=True),
+        Regime("signed_zero", signed_zero, "zeros of both signs", ties=True),
         Regime("ulp_neighbours", ulp_neighbours, "scores one float32 step apart", exact=True, heads=2),
         Regime("wide_range", wide_range, "scores from tiny to huge, both signs"),
         Regime("infinities", infinities, "infinite scores, some NaN"),
