@@ -5,6 +5,7 @@ interrupted (a sweep's finished points are kept).
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -91,7 +92,7 @@ def explain(argv: list[str]) -> int:
                 study=study,
                 samples=samples,
                 seed=seed,
-                command=" ".join(["hyscale explain", *argv]),
+                command=_asked(argv),
                 progress=status,
             )
         show(found, output())
@@ -105,6 +106,20 @@ def explain(argv: list[str]) -> int:
         return OK
 
     return run_command(command, argv, "explain")
+
+
+def _asked(argv: Sequence[str]) -> str:
+    """The command line without where its output goes."""
+    kept = ["hyscale explain"]
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in ("--json", "--report"):
+            if not equals:
+                next(words, None)
+        else:
+            kept.append(shlex.quote(word))
+    return " ".join(kept)
 
 
 def _pair(baseline: str, improved: str | None) -> tuple[Scenario, Scenario]:

@@ -123,7 +123,7 @@ AXES: tuple[Axis, ...] = (
     Axis("index sharing", "layers that select", _sharing, "model.indexer.computing_layers",
          note="Where layers share a selection there is less of it to save."),
     Axis("top-k", "keys", _set("model.indexer.top_k", (512, 1024, 2048, 4096)), "model.indexer.top_k"),
-    Axis("index heads", "heads", _set("model.indexer.heads", (16, 32, 64)), "model.indexer.heads"),
+    Axis("index heads", "", _set("model.indexer.heads", (16, 32, 64)), "model.indexer.heads"),
     Axis("expert imbalance", "exponent of a power law", _imbalance, "routing.exponent",
          note="Load of the i-th busiest expert proportional to i^-exponent."),
     Axis("network", "Gbit/s a NIC",

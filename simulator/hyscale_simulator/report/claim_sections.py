@@ -64,6 +64,7 @@ def consistency(study: ClaimStudy) -> Section:
         f"profiled here: {study.headline.gain:.2f} in bf16.</p>"
         '<div class="scroll"><table class="map"><thead><tr><th>baseline</th>'
         f"<th>gain for {CLAIMED:.2f}x</th>{head}<th>free</th></tr></thead><tbody>{body}</tbody></table></div>"
+        "<p class='soft swipe'>Swipe the table sideways for larger gains.</p>"
         f"<ul>{letters}</ul>"
         + numbers(
             ("baseline", "step s", "improved s", "speed-up", "gain", "selection share", "replay only",

@@ -1,5 +1,7 @@
 """``hyscale explain`` from the command line, its JSON, and measured steps held against predictions."""
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -16,11 +18,17 @@ from hyscale_simulator.scenario import Scenario, load
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("explain") / "explain.json"
-    assert explain(["--json", str(path), "--samples", "8"]) == 0
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The JSON and the text of one run."""
+    path, text = tmp_path_factory.mktemp("explain") / "explain.json", io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert explain(["--json", str(path), "--samples", "8"]) == 0
+    return json.loads(path.read_text(encoding="utf-8")), text.getvalue()
+
+
+@pytest.fixture
+def record(answer: tuple[dict[str, Any], str]) -> dict[str, Any]:
+    return answer[0]
 
 
 def test_the_record_has_exactly_the_promised_keys(record: dict[str, Any]) -> None:
@@ -71,10 +79,9 @@ def test_the_headline_comparison_is_baseline_c_with_bf16_linears(record: dict[st
 
 
 def test_the_answer_names_what_is_unknown_and_the_public_h20_figures(
-    capsys: pytest.CaptureFixture[str],
+    answer: tuple[dict[str, Any], str],
 ) -> None:
-    assert explain(["--samples", "2"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(answer[1].split())
     assert "names neither its baseline nor the precision" in shown
     assert "Replay alone stays below 2x" in shown
     assert re.search(r"at 128K .*33\.83 ms with a score table, 32\.54 without \(4 % less\)", shown)
