@@ -174,7 +174,7 @@ def public_figures(study: ClaimStudy) -> Section:
     rows = [
         (
             tokens_label(k.tokens), f"{k.published_ms:.2f}", f"{k.published_fused_ms:.2f}",
-            f"{100 * (1 - k.published_fused_ms / k.published_ms):.1f} %", f"{k.predicted_ms:.2f}",
+            f"{100 * (1 - k.published_fused_ms / k.published_ms):.1f}%", f"{k.predicted_ms:.2f}",
             f"{k.predicted_fused_ms:.2f}",
         )
         for k in study.kernels
