@@ -82,8 +82,8 @@ def _verify(
     where = _device(device)
     from hyscale_verify import report, runner, targets
     from hyscale_verify.cases import DTYPES
-    from hyscale_verify.properties import PROPERTIES
     from hyscale_verify.strategies import REGIMES
+    from hyscale_verify.suite import PROPERTIES
 
     _one_of("--profile", profile, runner.PROFILES)
     _each_of("--only", only or [], PROPERTIES)
@@ -152,7 +152,8 @@ def _mutants(
         raise typer.BadParameter(f"--jobs: {jobs}; allowed: at least 1")
     where = _device(device)
     from hyscale_verify import report, runner
-    from hyscale_verify.mutants import MUTANTS, harness
+    from hyscale_verify.mutants import harness
+    from hyscale_verify.suite import MUTANTS
 
     _one_of("--profile", profile, runner.PROFILES)
     _each_of("--only", only or [], [mutant.name for mutant in MUTANTS])

@@ -21,8 +21,9 @@ from hypothesis.errors import Flaky, StopTest, Unsatisfiable, UnsatisfiedAssumpt
 
 from hyscale_verify import targets
 from hyscale_verify.errors import EnvironmentLackingError
-from hyscale_verify.properties import PROPERTIES, FalsifiedError, InapplicableError, Property, Trial
+from hyscale_verify.properties import FalsifiedError, InapplicableError, Property, Trial
 from hyscale_verify.strategies import CPU, CUDA, Space, cases
+from hyscale_verify.suite import PROPERTIES
 from hyscale_verify.targets import Target
 from hyscale_verify.workers import Died, run_tasks
 

@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hyscale_verify.mutants.catalogue import MUTANTS, Mutant
-from hyscale_verify.properties import PROPERTIES
+from hyscale_verify.mutants.catalogue import Mutant
 from hyscale_verify.runner import FALSIFIED, HOLDS, Plan, Unit, Verdict, judge
+from hyscale_verify.suite import MUTANTS, PROPERTIES
 from hyscale_verify.targets import HyTopK
 from hyscale_verify.workers import Died, run_tasks
 
