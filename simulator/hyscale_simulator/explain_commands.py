@@ -247,13 +247,17 @@ def _show_sweep(
     refused = [row for row in rows if row["refused"]]
     if refused:
         console.print(f"{len(refused)} points are refused, such as: {refused[0]['refused']}", soft_wrap=True)
+    if any(row["fits"] is False for row in counted):
+        console.print("! does not fit into memory; --constraint fits leaves it out")
     if fits and (left := sum(row["fits"] is False for row in rows)):
         console.print(f"{left} points do not fit into memory")
 
 
 def _table(title: str, rows: Sequence[Row], fields: Sequence[str], console: Console) -> None:
+    short = [field.rsplit(".", 1)[-1] for field in fields]
+    names = short if len(set(short)) == len(short) else list(fields)
     table = Table(
-        *fields, "step s", "90 % band", "tokens/s/GPU", "MFU", "GiB", "GPUs", "$/Mtoken",
+        *names, "step s", "90 % band", "tokens/s/GPU", "MFU", "GiB", "GPUs", "$/Mtoken",
         title=title, title_justify="left", box=None, pad_edge=False,
     )  # fmt: skip
     for row in rows:
@@ -264,7 +268,7 @@ def _table(title: str, rows: Sequence[Row], fields: Sequence[str], console: Cons
             f"{row['low_s']:.1f}-{row['high_s']:.1f}",
             f"{row['tokens_per_s_per_gpu']:.1f}",
             f"{row['mfu']:.1%}",
-            f"{row['peak_gib']:.1f}" + ("" if row["fits"] else " [red]too much[/red]"),
+            f"{row['peak_gib']:.1f}" + ("" if row["fits"] else " [red]![/red]"),
             str(row["gpus"]),
             "" if price is None else f"{price:.3f}",
         )

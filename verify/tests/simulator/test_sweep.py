@@ -61,6 +61,20 @@ def test_an_interrupted_sweep_goes_on_without_repeating(tmp_path: Path) -> None:
     assert rows == sweep(points, Counting(), Journal(None))
 
 
+def test_an_interrupted_command_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.csv"
+    arguments = ["--preset", BASE.name, "--vary", "layout.context_parallel=32,64", "--out", str(out)]
+    monkeypatch.setattr("hyscale_simulator.executors.executor", lambda name, items: Counting(stop_after=1))
+    assert command(arguments) == 130
+    assert "1 finished points are kept in" in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
+    monkeypatch.undo()
+    assert command(arguments) == 0
+    assert out.exists()
+
+
 def test_order_and_processes_change_nothing(tmp_path: Path) -> None:
     points = grid(BASE, [*VARIED, Vary.parse("precision.linear=bf16,fp8")])
     local = executor("local:2", len(points))
