@@ -182,16 +182,16 @@ def _space(plan: Plan, target: Target) -> Space:
 def _conditions(target: Target, device: str) -> ExitStack:
     """What a search runs under: NumPy silent about NaN, and the interpreter checked where it is in use.
 
-    The cyclic garbage collector runs between examples only (see ``_example``): the interpreter makes millions
-    of small objects, and collecting while it does costs a quarter of the time.
+    The cyclic garbage collector runs between examples only (see ``_example``), on what they made: the
+    interpreter makes millions of small objects, and collecting while it does costs a quarter of the time.
     """
     stack = ExitStack()
     stack.enter_context(np.errstate(all="ignore"))
-    gc.collect()
-    gc.freeze()
     gc.disable()
+    gc.freeze()
     stack.callback(gc.enable)
     stack.callback(gc.unfreeze)
+    stack.callback(gc.collect)
     if device == "cpu" and "fused" in target.offers:
         from hyscale_verify.interpreter import checked_memory, quicken
 

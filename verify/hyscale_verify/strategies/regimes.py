@@ -106,8 +106,8 @@ def signed_zero(source: Source, n: Sizes, dtype: str) -> Values:
     """Zeros of both signs in one row: relu's zeros beside negative products too small for float32."""
     return Values(
         q=_embed(source.choice((1.0, -1.0), (n.T, n.H, 1)), n.D),
-        k=_embed(source.choice((0.0, -0.25, 0.25, 1.0, -0.0), (n.S, 1)), n.D),
-        w=np.broadcast_to(source.choice((-LEAST, -1.0, -0.0, 1.0), (n.T, 1)), (n.T, n.H)).copy(),
+        k=_embed(source.choice((0.25, -0.25, 0.0, 1.0), (n.S, 1)), n.D),
+        w=np.broadcast_to(source.choice((-LEAST, -LEAST, -1.0, 1.0), (n.T, 1)), (n.T, n.H)).copy(),
     )
 
 
