@@ -272,18 +272,52 @@ def validate(argv: list[str]) -> int:
         holdout: Annotated[
             bool, typer.Option("--holdout", help="Leave-one-shape-out error of every measured table instead.")
         ] = False,
+        steps: Annotated[
+            Path | None,
+            typer.Option(help="Our measured steps: benchmarks/results/train_step.jsonl."),
+        ] = None,
     ) -> int:
-        """Hold the simulator against published step times, memory and kernels."""
+        """Hold the simulator against published step times, memory and kernels, and against measured steps."""
         files = tuple(str(path) for path in profiles or [])
-        return _holdout(files, json_) if holdout else _compare(files, json_)
+        return _holdout(files, json_) if holdout else _compare(files, json_, steps)
 
     return run_command(command, argv, "validate")
 
 
-def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
+def _measured(path: Path, profiles: tuple[str, ...], console: Console) -> tuple[bool, list[dict[str, Any]]]:
+    """Print measured steps beside their predictions; whether all are within their targets, and the rows."""
+    from hyscale_simulator.measured_steps import SPEEDUP_PCT, STEP_PCT, compare_measured, speedups, within
+
+    rows = compare_measured(path, profiles)
+    gains = {id(row): (measured, predicted) for row, measured, predicted in speedups(rows)}
+    table = Table(
+        "measured step", "GPUs", "tokens", "measured s", "predicted s", "error %", "speed-up", "predicted",
+        box=None, pad_edge=False,
+    )  # fmt: skip
+    for row in rows:
+        gain = (f"{value:.3f}" for value in gains.get(id(row), ()))
+        table.add_row(
+            row.step.mode, str(row.step.gpus), f"{row.step.sequence:,}", f"{row.step.step_ms / 1e3:.3f}",
+            f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", *gain,
+        )  # fmt: skip
+    console.print(table)
+    good = within(rows)
+    verdict = "[green]met[/green]" if good else "[red]missed[/red]"
+    console.print(f"steps within {STEP_PCT:g} %, speed-ups within {SPEEDUP_PCT:g} %: {verdict}")
+    return good, [
+        {"name": row.step.mode, "gpus": row.step.gpus, "sequence": row.step.sequence,
+         "measured": row.step.step_ms / 1e3, "predicted": row.predicted_s, "unit": "s",
+         "error_pct": row.error_pct}
+        for row in rows
+    ]  # fmt: skip
+
+
+def _compare(profiles: tuple[str, ...], json_: Path | None, steps: Path | None) -> int:
     from hyscale_simulator.validation import compare, compare_kernels, compare_memory, summarise
 
     console = output()
+    # Read first: a bad file is an error before the work.
+    measured = _measured(steps, profiles, console) if steps is not None else None
     rows = compare(profiles)
     table = Table("case", "published s", "predicted s", "error %", "", box=None, pad_edge=False)
     for column in table.columns[1:4]:
@@ -327,6 +361,8 @@ def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
         f"rank correlation {summary.spearman:.3f}  "
         f"(targets 10, 25, 5, 0.95: {'[green]met[/green]' if within else '[red]missed[/red]'})"
     )
+    if measured is not None:
+        within = within and measured[0]
     if json_ is not None:
         record = {
             "cases": [
@@ -351,6 +387,7 @@ def _compare(profiles: tuple[str, ...], json_: Path | None) -> int:
                  "unit": figure.unit, "error_pct": figure.error_pct}
                 for figure in kernels
             ],
+            **({"measured": measured[1]} if measured is not None else {}),
             "summary": {
                 "mape_pct": summary.mape_pct,
                 "worst_pct": abs(summary.worst_pct),

@@ -17,7 +17,19 @@ from hyscale_simulator.descriptions import DescriptionError, Positive, Rate, par
 from hyscale_simulator.evaluate import evaluator
 from hyscale_simulator.scenario import Scenario
 
-__all__ = ["MeasuredComparison", "MeasuredStep", "compare_measured", "read_steps", "speedups"]
+__all__ = [
+    "SPEEDUP_PCT",
+    "STEP_PCT",
+    "MeasuredComparison",
+    "MeasuredStep",
+    "compare_measured",
+    "read_steps",
+    "speedups",
+    "within",
+]
+
+STEP_PCT, SPEEDUP_PCT = 10.0, 5.0
+"""What is demanded of each step, and of each speed-up."""
 
 Mode = Literal["materialised", "hytopk", "hytopk+replay"]
 
@@ -116,3 +128,10 @@ def speedups(rows: Sequence[MeasuredComparison]) -> list[tuple[MeasuredCompariso
             measured = start.step.step_ms / row.step.step_ms
             found.append((row, measured, start.predicted_s / row.predicted_s))
     return found
+
+
+def within(rows: Sequence[MeasuredComparison]) -> bool:
+    """Whether every step and every speed-up is predicted within its target."""
+    return all(abs(row.error_pct) <= STEP_PCT for row in rows) and all(
+        abs(predicted / measured - 1) * 100 <= SPEEDUP_PCT for _, measured, predicted in speedups(rows)
+    )

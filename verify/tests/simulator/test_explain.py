@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from hyscale_simulator.commands import validate
 from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.evaluate import evaluate
 from hyscale_simulator.explain_commands import explain
-from hyscale_simulator.measured_steps import compare_measured, read_steps, speedups
+from hyscale_simulator.measured_steps import compare_measured, read_steps, speedups, within
 from hyscale_simulator.scenario import Scenario, load
 
 
@@ -189,3 +190,32 @@ def test_a_bad_record_names_line_and_field(tmp_path: Path, changes: dict[str, An
     with pytest.raises(DescriptionError, match=re.escape(message)) as caught:
         read_steps(path)
     assert "line 1" in str(caught.value)
+
+
+def test_validate_holds_measured_steps_to_their_targets(
+    tmp_path: Path, predicted: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "train_step.jsonl", tmp_path / "v.json"
+
+    def measure(factor: float) -> None:
+        records = [line(mode, 1e3 * seconds * factor) for mode, seconds in predicted.items()]
+        path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+
+    measure(1.04)
+    assert within(compare_measured(path))
+    measure(1.2)
+    assert not within(compare_measured(path))
+    assert validate(["--steps", str(path), "--json", str(out)]) == 1
+    assert "speed-ups within 5 %: missed" in capsys.readouterr().out
+    assert len(json.loads(out.read_text(encoding="utf-8"))["measured"]) == 3
+
+
+def test_validate_refuses_a_bad_file_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train_step.jsonl"
+    path.write_text("nonsense\n", encoding="utf-8")
+    assert validate(["--steps", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert "line 1: not JSON" in captured.err
+    assert captured.out == ""
