@@ -42,6 +42,8 @@ def state(
     worst_form = max(cases, key=lambda c: abs(c.closed_form_error))
     sharing = _point(curves, "index sharing", "21: GLM-5.2")
     h200 = _point(curves, "GPU", "H200")
+    tensor = _point(curves, "tensor ranks", "8")
+    split = _point(curves, "context split", "contiguous")
     selective = _point(curves, "recomputation", "selective")
     published = ", ".join(
         f"{tokens_label(k.tokens)}: {k.published_ms:.2f} to {k.published_fused_ms:.2f} ms, "
@@ -128,6 +130,19 @@ def state(
                 f"of 78 it is {sharing.speedup:.2f}x.",
                 f"steps of {_seconds(sharing)} s",
                 "the full gain measured on GLM-5.2",
+            )
+        )
+    if tensor is not None and tensor.speedup is not None and split is not None and split.speedup is not None:
+        found.append(
+            Claim(
+                f"A layout that selects more raises the ratio and slows the step: {split.speedup:.2f}x with "
+                "a "
+                f"contiguous context split, {tensor.speedup:.2f}x with 8 tensor ranks in place of context "
+                "ranks.",
+                f"steps of {_seconds(split)} s, and of {_seconds(tensor)} s; the last context rank scores "
+                "twice the "
+                "mean, and every tensor rank repeats its group's selection",
+                "a published baseline whose layout does neither",
             )
         )
     if h200 is not None and h200.speedup is not None:

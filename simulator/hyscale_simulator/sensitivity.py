@@ -116,6 +116,14 @@ def _recompute(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
         yield policy, float(at), scenario.with_(**{"recompute.policy": policy, "recompute.replay": replay})
 
 
+def _tensor(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
+    """Tensor ranks in place of context ranks: each of them repeats the selection (Megatron-LM, slime)."""
+    ranks = scenario.layout.tensor_parallel * scenario.layout.context_parallel
+    for tensor in (1, 2, 4, 8):
+        changes = {"layout.tensor_parallel": tensor, "layout.context_parallel": ranks // tensor}
+        yield str(tensor), float(tensor), scenario.with_(**changes)
+
+
 AXES: tuple[Axis, ...] = (
     Axis("sequence length", "tokens", _lengths, "batch.sequence_tokens",
          note="The same tokens in a microbatch up to 1M; 2M and 4M keep the layout and one sequence."),
@@ -129,6 +137,14 @@ AXES: tuple[Axis, ...] = (
     Axis("network", "Gbit/s a NIC",
          _set("cluster.nic_gbit_per_s", (100.0, 200.0, 400.0, 800.0), "{:g}".format),
          "cluster.nic_gbit_per_s"),
+    Axis("tensor ranks", "", _tensor, "layout.tensor_parallel",
+         note="In place of context ranks. Every tensor rank repeats the selection of its group."),
+    Axis("context split", "", _set("layout.context_split", ("zigzag", "contiguous")), "layout.context_split",
+         is_scale=False, note="Contiguous: the last rank scores twice the mean, and all wait for it."),
+    Axis("layers recomputed", "",
+         _set("recompute.layers_fraction", (1.0, 0.95, 0.9, 0.75, 0.5), "{:.0%}".format),
+         "recompute.layers_fraction",
+         note="Fewer recomputed layers need more memory; the table that is not written frees some."),
     Axis("recomputation", "", _recompute, "recompute.policy", is_scale=False,
          note="Without full recomputation selection runs once anyway: replay has nothing to save."),
 )  # fmt: skip

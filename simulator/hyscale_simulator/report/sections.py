@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 
 from hyscale_simulator.attribution import elasticity, knee
+from hyscale_simulator.critical_path import slack_ns
 from hyscale_simulator.explanation import Explanation
 from hyscale_simulator.graph import rows as csr_rows
 from hyscale_simulator.memory import GIB
@@ -253,8 +254,31 @@ def causes(found: Explanation) -> Section:
         )
         + "<h3>Critical path, seconds</h3>"
         + table(("work", "baseline", "improved"), rows)
-    )
+        + "<h3>Slack</h3><p>How much later a stage's passes could end before the step grows: a stage with "
+        "little "
+        "slack is worth speeding up next.</p>"
+        + table(("stage", "passes", "on the path, baseline", "median slack s", "on the path, improved",
+                 "median slack s"), _slack(before, after))
+    )  # fmt: skip
     return Section("causes", "What would make it faster still", html)
+
+
+def _slack(before: Result, after: Result) -> list[tuple[str, ...]]:
+    """For each stage: its passes, how many are on a critical path, and the median slack, in both steps."""
+    columns = []
+    for result in (before, after):
+        graph, slack = result.timeline.graph, slack_ns(result.timeline)
+        occupant = csr_rows(graph.stream_ptr)
+        found = []
+        for stage in range(len(result.stage_parts_ns)):
+            stream = graph.streams.index(f"stage{stage}/compute")
+            mine = slack[occupant[graph.stream_idx == stream]]
+            found.append((len(mine), int((mine == 0).sum()), float(np.median(mine)) / 1e9))
+        columns.append(found)
+    return [
+        (f"stage {stage}", str(one[0]), str(one[1]), f"{one[2]:.2f}", str(two[1]), f"{two[2]:.2f}")
+        for stage, (one, two) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def memory(found: Explanation) -> Section:
