@@ -61,6 +61,13 @@ def _call(verb: str, function: Callable[..., int], argv: Sequence[str]) -> int:
     return EXIT_HOLDS
 
 
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}; allowed: an integer") from None
+
+
 def _verify(
     target: Annotated[
         str,
@@ -73,8 +80,12 @@ def _verify(
     only: Annotated[list[str] | None, typer.Option(help="Only this property; repeatable.")] = None,
     regime: Annotated[list[str] | None, typer.Option(help="Only this family of inputs; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Only this operand type: fp32, bf16, fp16, fp8.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all draws. [default: 0; deep: a new one]")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes. [default: 2 on cpu, 1 on cuda]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(parser=_integer, help="Seed of all draws. [default: 0; deep: a new one]")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(parser=_integer, help="Processes. [default: 2 on cpu, 1 on cuda]")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """Check a selection kernel against the exact oracle with property-based tests."""
@@ -142,8 +153,10 @@ def _mutants(
     only: Annotated[list[str] | None, typer.Option(help="Only this bug; repeatable.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     profile: Annotated[str, typer.Option(help="How hard to look: quick, ci or deep.")] = "ci",
-    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
-    jobs: Annotated[int | None, typer.Option(help="Processes. [default: 2 on cpu, 1 on cuda]")] = None,
+    seed: Annotated[int, typer.Option(parser=_integer, help="Seed of all draws.")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(parser=_integer, help="Processes. [default: 2 on cpu, 1 on cuda]")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the kill matrix here.")] = None,
 ) -> int:
     """Plant named bugs in the kernel and see which property convicts each."""

@@ -1,0 +1,115 @@
+"""Planted bugs: the edits fit the kernels, the harness kills by assertions alone, the artefact is current."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hyscale_verify.mutants import MUTANTS, Mutant, harness
+from hyscale_verify.mutants.harness import PACKAGE, Task, planted, try_mutant
+from hyscale_verify.runner import Plan
+from hyscale_verify.suite import PROPERTIES
+
+PLAN = Plan("hytopk", "cpu", "quick", seed=0, shrink=False)
+STAGES = {
+    "windows",
+    "score",
+    "threshold",
+    "scan",
+    "compact",
+    "rescore",
+    "select",
+    "plateau",
+    "repair",
+    "call",
+}
+
+
+def source(mutant: Mutant) -> str:
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / mutant.file).read_text()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_edit_fits_its_file(mutant: Mutant) -> None:
+    assert source(mutant).count(mutant.old) == 1
+    assert mutant.new != mutant.old
+    assert mutant.words
+    assert set(mutant.likely) <= set(PROPERTIES)
+
+
+def test_there_are_enough_of_every_stage_and_no_two_alike() -> None:
+    assert len(MUTANTS) >= 20
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    stages = Counter(mutant.stage for mutant in MUTANTS)
+    assert set(stages) == STAGES
+    assert min(stages.values()) >= 2
+
+
+def test_a_copy_is_its_own_package_with_its_own_operator() -> None:
+    import torch
+
+    mutant = next(each for each in MUTANTS if each.name == "causal_diagonal_lost")
+    with planted(mutant) as name:
+        assert name == "hyscale_kernels_causal_diagonal_lost"
+        module = importlib.import_module(f"{name}.hytopk")
+        assert module.__name__ == "hyscale_kernels_causal_diagonal_lost.hytopk"
+        assert hasattr(torch.ops.hyscale_kernels_causal_diagonal_lost, "hytopk")
+    assert "hi = rows.to" not in source(mutant)  # the original is as it was
+
+
+def test_an_edit_that_does_not_fit_is_an_error() -> None:
+    mutant = Mutant("lost", "scan", "hytopk/scan.py", "no such text", "", "an edit of a text that is gone")
+    with (
+        pytest.raises(ValueError, match="mutant lost: its text occurs 0 times"),
+        planted(mutant),
+    ):
+        pass
+
+
+def test_a_crash_alone_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "PROPERTIES", {"tie_rule": PROPERTIES["tie_rule"]})
+    mutant = Mutant(
+        "crashes",
+        "call",
+        "hytopk/api.py",
+        "    S = problem.num_keys\n    filled",
+        "    S = problem.no_such_thing\n    filled",
+        "the call raises AttributeError",
+    )
+    fate = try_mutant(Task(mutant, PLAN, everything=True))
+    assert not fate.killed
+    assert len(fate.crashes) == len(PROPERTIES["tie_rule"].regimes)
+
+
+def test_an_edit_that_changes_nothing_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        harness, "PROPERTIES", {name: PROPERTIES[name] for name in ("tie_rule", "empty_calls")}
+    )
+    mutant = Mutant(
+        "harmless",
+        "threshold",
+        "hytopk/threshold.py",
+        "CAUTION = tl.constexpr(4.5)",
+        "CAUTION = tl.constexpr(5.5)",
+        "x",
+    )
+    fate = try_mutant(Task(mutant, PLAN, everything=False))
+    assert not fate.killed
+    assert not fate.crashes
+    assert len(fate.survives) == sum(len(prop.regimes) for prop in harness.PROPERTIES.values())
+
+
+def test_likely_properties_come_first_and_regimes_in_turn() -> None:
+    mutant = next(each for each in MUTANTS if each.name == "ties_from_the_right")
+    units = harness._ordered(Task(mutant, PLAN, everything=False))
+    first = PROPERTIES["tie_rule"].regimes
+    assert [unit.regime for unit in units[: len(first)]] == list(first)
+    assert {unit.property for unit in units[: len(first)]} == {"tie_rule"}
+    rest = units[len(first) :]
+    heads = [unit.regime == PROPERTIES[unit.property].regimes[0] for unit in rest]
+    assert heads[: len(PROPERTIES) - 1] == [True] * (len(PROPERTIES) - 1)
+    assert len(units) == sum(len(prop.regimes) for prop in PROPERTIES.values())
