@@ -48,8 +48,11 @@ def _shares(found: Explanation, console: Console) -> None:
     for at, switch in enumerate(game.switches):
         table.add_row(
             switch.title,
-            f"{game.log_shares[at]:.1%}",
-            *(f"{part[at]:.2f}" for part in (game.seconds, game.waterfall, game.alone, game.last)),
+            f"{_positive_zero(game.log_shares[at], 3):.1%}",
+            *(
+                f"{_positive_zero(part[at], 2):.2f}"
+                for part in (game.seconds, game.waterfall, game.alone, game.last)
+            ),
         )
     total = f"{sum(game.seconds):.2f}"
     table.add_row("[bold]all[/bold]", "100.0%", total, total, "", "")
@@ -57,6 +60,11 @@ def _shares(found: Explanation, console: Console) -> None:
     unfit = sum(not fits for fits in game.fits)
     if unfit:
         console.print(f"{unfit} of {len(game.fits)} combinations do not fit into memory; they are priced too")
+
+
+def _positive_zero(value: float, digits: int) -> float:
+    """Without the sign that a tiny negative number keeps when it is printed as zero."""
+    return round(value, digits) + 0.0
 
 
 def _claim(study: ClaimStudy, console: Console) -> None:
