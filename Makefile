@@ -4,9 +4,10 @@ BIN := .venv/bin
 
 .PHONY: demo test lint setup clean
 
-demo: setup  ## verify the fused kernel against the oracle
+demo: setup  ## verify the fused kernel against the oracle, then explain the 2.07x
 	$(BIN)/hyscale doctor
 	$(BIN)/hyscale verify --profile quick
+	$(BIN)/hyscale explain --report report.html
 
 test: lint  ## every check: lint, types, tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal

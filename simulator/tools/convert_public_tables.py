@@ -176,44 +176,6 @@ def b200() -> Iterator[ProfilePoint]:
         yield attention(B200, op, regime, 8192, 4, wide, FA4, "flash-attention-4", qk_dim=192)
 
 
-OWN = "first probes of HyTopK's design on one H200 (Triton 3.6, torch 2.11, median of do_bench)"
-
-
-def hytopk() -> Iterator[ProfilePoint]:
-    """First measurements of materialised rivals and of HyTopK's stages, 32 heads of 128, all keys visible."""
-
-    def own(op: str, who: str, dtype: str, us: float, regime: str = "", /, **shape: int) -> ProfilePoint:
-        return ProfilePoint(
-            op=op, implementation=who, dtype=dtype, shape=as_shape(shape), device=H200, median_us=us,
-            regime=regime, source=OWN,
-        )  # fmt: skip
-
-    scored = {"heads": 32, "dim": 128}
-    for n_rows, keys, scores, flashinfer, torch_topk in (
-        (4096, 65536, 2410.0, 1120.0, 4070.0),
-        (4096, 262144, 9850.0, 3370.0, 15100.0),
-        (2048, 1048576, 19500.0, 5770.0, 31700.0),
-    ):
-        yield own("index_scores", "deepgemm", "fp8", scores, rows=n_rows, keys=keys, **scored)
-        for who, us in (("flashinfer", flashinfer), ("torch.topk", torch_topk)):
-            yield own("index_select", who, "fp32", us, "untrained", rows=n_rows, keys=keys, top_k=2048)
-
-    def rate_us(n_rows: int, keys: int, tflops: float) -> float:
-        return round(2.0 * 32 * 128 * n_rows * keys / tflops / 1e6, 1)
-
-    # bf16 scores written in fp32: 544-573 TFLOPS; a bitmap of score >= threshold instead: 532.
-    yield own("index_scores", "triton", "bf16", rate_us(4096, 65536, 558), rows=4096, keys=65536, **scored)
-    yield own("hytopk_scan", "hytopk", "bf16", rate_us(4096, 65536, 532), rows=4096, keys=65536, **scored)
-    yield own("hytopk_scan", "hytopk", "fp8", rate_us(4096, 65536, 918), rows=4096, keys=65536, **scored)
-    yield own("hytopk_scan", "hytopk", "fp8", rate_us(2048, 1048576, 924), rows=2048, keys=1048576, **scored)
-    # 8-16 K strided keys: 0.27-0.56 ms; bit-wise bisection: 0.46-1.06 ms.  The middle of each.
-    yield own("hytopk_threshold", "hytopk", "fp8", 410.0, rows=4096, keys=65536, **scored)
-    yield own("hytopk_finish", "hytopk", "fp32", 760.0, rows=4096, keys=65536, top_k=2048)
-    for dtype, short, long in (("fp8", 360.0, 230.0), ("bf16", 400.0, 310.0)):
-        yield own("selected_scores", "hytopk", dtype, short, rows=4096, top_k=2816, **scored)
-        yield own("selected_scores", "hytopk", dtype, long, rows=2048, top_k=3072, **scored)
-
-
 def write(name: str, points: Iterable[ProfilePoint]) -> None:
     """Write one shipped profile and say how large it is."""
     found = list(points)
@@ -232,7 +194,6 @@ def main() -> None:
     selection += convert(folder / "h200_glm5_topk_sglang.csv", index_select)
     selection += convert(folder / "h200_glm5_sparse_mla_flashmla.csv", sparse_attention)
     write("h200-sparse-attention.jsonl.gz", selection)
-    write("h200-hytopk.jsonl", hytopk())
     write("h100-attention.jsonl", h100())
     write("b200-attention.jsonl", b200())
     for table in ("h200_nccl.csv", "h200_deepep.csv"):

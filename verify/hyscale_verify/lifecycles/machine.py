@@ -326,6 +326,15 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
 
             if what == "no run":
                 self._refused(call, "replayed outside a run", consumer, microbatch)
+            elif what in windows and kit.device != "cpu":
+                # A device cannot raise in the middle of a step: the end of the step says so.
+                with frame.replaying():
+                    call()
+                for each in list(self.frames):
+                    self.tape.discard(each)
+                self._refused(self.tape.finish, f"replayed with other {what}", consumer, microbatch)
+                self.frames.clear()
+                self.model.clear()
             else:
                 with frame.replaying():
                     self._refused(call, f"replayed with other {what}", consumer, microbatch)
