@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hyscale_verify import properties as selection
 from hyscale_verify.mutants.catalogue import Mutant
 from hyscale_verify.runner import FALSIFIED, HOLDS, Plan, Unit, Verdict, judge
 from hyscale_verify.suite import MUTANTS, PROPERTIES
@@ -116,9 +117,15 @@ def try_mutant(task: Task) -> Fate:
 
 
 def _ordered(task: Task) -> list[Unit]:
-    """The suite's units, the likely properties first; every property's first regime before its second."""
+    """The units that try a bug: likely properties first, every property's first regime before its second.
+
+    A bug of selection is tried by the properties of selection, any other by those of replay.
+    """
+    of_selection = task.mutant.file.startswith("hytopk/")
     units = []
     for prop in PROPERTIES.values():
+        if (prop.name in selection.PROPERTIES) != of_selection:
+            continue
         likely = prop.name in task.mutant.likely
         for place, regime in enumerate(prop.regimes):
             units.append(((not likely, place), Unit(task.plan, prop.name, regime)))
