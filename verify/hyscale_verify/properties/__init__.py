@@ -2,6 +2,7 @@
 
 from hyscale_verify.properties import (
     boundary,
+    companions,
     form,
     integration,
     internals,
@@ -13,5 +14,5 @@ from hyscale_verify.properties.base import FalsifiedError, InapplicableError, Pr
 
 __all__ = ["PROPERTIES", "FalsifiedError", "InapplicableError", "Property", "Trial"]
 
-MODULES = (selection, form, relations, repetition, internals, integration, boundary)
+MODULES = (selection, form, relations, repetition, internals, integration, boundary, companions)
 PROPERTIES: dict[str, Property] = {each.name: each for module in MODULES for each in module.PROPERTIES}

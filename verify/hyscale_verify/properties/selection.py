@@ -71,8 +71,8 @@ def dense_scores_within_bounds(trial: Trial) -> None:
 def certified_set(trial: Trial) -> None:
     """Rung 3: keys certain to be among the best K are in, keys certain not to be are out.
 
-    At most 2 % of the keys of random normal inputs may be uncertain (a quarter where the fp8 accumulator of
-    Hopper tensor cores is modelled).
+    At most 1 % of the keys of random normal inputs may be uncertain (a quarter where the fp8 accumulator of
+    Hopper tensor cores is modelled); fewer than 64 keys are too few to tell.
     """
     case = trial.case
     exact, bound = _bounded(trial)
@@ -82,9 +82,9 @@ def certified_set(trial: Trial) -> None:
         raise FalsifiedError(str(each), (each.row,), keys)
     sets = certified_sets(exact, bound, case.top_k, case.start, case.end)
     share = ambiguous_fraction(sets, case.start, case.end)
-    if case.regime == "random_normal" and case.num_keys <= 4096:
+    if case.regime == "random_normal" and 64 <= case.num_keys <= 4096:
         trial.numbers["uncertain share of keys"] = share
-        allowed = 0.25 if trial.device == "cuda" and case.dtype == "fp8" else 0.02
+        allowed = 0.25 if trial.device == "cuda" and case.dtype == "fp8" else 0.01
         if share > allowed:
             raise FalsifiedError(f"{share:.3g} of the keys are uncertain; {allowed} are allowed")
 

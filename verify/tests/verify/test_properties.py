@@ -371,3 +371,28 @@ def test_forced_properties_really_force_the_kernel() -> None:
         forced = re.search(r"rows forced: mean ([0-9.]+)", verdict.reason)
         assert forced, verdict.reason
         assert float(forced.group(1)) >= 0.5  # of two rows
+
+
+def test_a_window_builder_off_by_one_is_found(
+    imitate: Callable[..., HyTopK], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hyscale_kernels import windows
+
+    right = windows.sliding
+    assert set(verdicts(imitate(), "window_builders").values()) == {HOLDS}
+    monkeypatch.setattr(windows, "sliding", lambda T, width, **options: right(T, width + 1, **options))
+    assert set(verdicts(imitate(), "window_builders").values()) == {FALSIFIED}
+
+
+def test_fp8_that_agrees_with_bf16_is_measured_and_nonsense_is_found(imitate: Callable[..., HyTopK]) -> None:
+    unit = Unit(PLAN, "fp8_agrees_with_bf16", "random_normal")
+    good = judge(unit, imitate())
+    assert good.verdict == HOLDS
+    assert good.reason.startswith("share of keys that differ: mean 0.0")
+
+    def worst(answer: Any) -> None:
+        if answer.call["q"].dtype == torch.float8_e4m3fn:
+            for t, row in enumerate(answer.dense):
+                answer.indices[t] = np.sort(np.argsort(row, kind="stable")[: answer.indices.shape[1]])
+
+    assert judge(unit, imitate(worst)).verdict == FALSIFIED
