@@ -2,6 +2,7 @@
 
 import json
 from enum import StrEnum
+from importlib.metadata import entry_points
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +17,21 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 err = Console(stderr=True)
 
 
+# Races of other ops, which need more than the kernels: each entry names a module with race() and header().
+RACES = "hyscale.races"
+
+DEFAULTS = {
+    "shapes": "4096x65536,4096x262144,2048x1048576",
+    "dtypes": "fp8,bf16",
+    "regimes": "random",
+    "windows": "full",
+    "rivals": "deepgemm+flashinfer,cudnn",
+}
+
+
 class Op(StrEnum):
     hytopk = "hytopk"
+    replay = "replay"
 
 
 @app.callback()
@@ -52,34 +66,49 @@ def _listed(option: str, text: str, known: Any) -> list[str]:
 def race_command(
     op: Annotated[Op, typer.Option(help="what is raced")] = Op.hytopk,
     shapes: Annotated[
-        str, typer.Option(help="ROWSxKEYS, comma-separated")
-    ] = "4096x65536,4096x262144,2048x1048576",
-    dtypes: Annotated[str, typer.Option(help="bf16, fp16, fp8")] = "fp8,bf16",
-    regimes: Annotated[str, typer.Option(help="distributions of the scores")] = "random",
-    windows: Annotated[str, typer.Option(help="full or causal")] = "full",
-    rivals: Annotated[str, typer.Option(help="contenders beside hytopk; those not installed say so")] = (
-        "deepgemm+flashinfer,cudnn"
-    ),
+        str | None, typer.Option(help=f"ROWSxKEYS, comma-separated [{DEFAULTS['shapes']}]")
+    ] = None,
+    dtypes: Annotated[str | None, typer.Option(help=f"bf16, fp16, fp8 [{DEFAULTS['dtypes']}]")] = None,
+    regimes: Annotated[
+        str | None, typer.Option(help=f"distributions of the scores [{DEFAULTS['regimes']}]")
+    ] = None,
+    windows: Annotated[str | None, typer.Option(help=f"full or causal [{DEFAULTS['windows']}]")] = None,
+    rivals: Annotated[
+        str | None, typer.Option(help=f"contenders beside hytopk, if installed [{DEFAULTS['rivals']}]")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="timed calls a contender")] = 15,
     budget: Annotated[float, typer.Option(min=0.1, help="seconds of device time a race")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="append the records to this JSON Lines file")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="write the records as one JSON file")] = None,
 ) -> None:
-    """Race HyTopK against rivals: same process, same inputs, taking turns, correctness first."""
+    """Race HyTopK against rivals: same process, same inputs, taking turns, correctness first.
+
+    With --op replay, time the kernels of selection replay beside their floors, behind a gate of their own;
+    its shape, rounds and budget are fixed.
+    """
+    given = {"shapes": shapes, "dtypes": dtypes, "regimes": regimes, "windows": windows, "rivals": rivals}
+    if op is Op.replay:
+        for name, value in given.items():
+            if value is not None:
+                raise typer.BadParameter("is for --op hytopk; replay has one shape", param_hint=f"--{name}")
+        _need_gpu()
+        _race_replay(out, as_json)
+        return
+    chosen = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
     from .cases import DTYPES, REGIMES, WINDOWS, draw
     from .contenders import CONTENDERS
     from .race import Shape, race
 
     try:
-        sizes = [Shape.parse(text) for text in shapes.split(",")]
+        sizes = [Shape.parse(text) for text in chosen["shapes"].split(",")]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from error
-    names = ["hytopk", *(n for n in _listed("rivals", rivals, CONTENDERS) if n != "hytopk")]
+    names = ["hytopk", *(n for n in _listed("rivals", chosen["rivals"], CONTENDERS) if n != "hytopk")]
     cases = product(
-        _listed("dtypes", dtypes, DTYPES),
+        _listed("dtypes", chosen["dtypes"], DTYPES),
         sizes,
-        _listed("regimes", regimes, REGIMES),
-        _listed("windows", windows, WINDOWS),
+        _listed("regimes", chosen["regimes"], REGIMES),
+        _listed("windows", chosen["windows"], WINDOWS),
     )
     _need_gpu()
     records: list[dict[str, Any]] = []
@@ -96,6 +125,31 @@ def race_command(
         as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
     Console().print(table_of(records))
     if any(record["status"] == "wrong" for record in records):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _race_replay(out: Path | None, as_json: Path | None) -> None:
+    found = {entry.name: entry for entry in entry_points(group=RACES)}
+    module = found[Op.replay.value].load()
+    common = module.header()
+    records: list[dict[str, Any]] = []
+    table = Table(title="Replay race", caption="floors in ms; a red gate stops the race")
+    for heading in ("claim or call", "dtype", "median ms", "floors", "holds"):
+        table.add_column(heading)
+    for record in module.race():
+        records.append({**common, **record})
+        if out is not None:
+            with out.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(records[-1]) + "\n")
+        floors = ", ".join(f"{name} {value}" for name, value in record.get("floor_ms", {}).items())
+        time = f"{record['median_ms']:.3f}" if "median_ms" in record else ""
+        what = record.get("call", record["claim"])
+        table.add_row(what, record.get("dtype", ""), time, floors, str(record.get("holds", "")))
+        err.print(f"{what} {record.get('dtype', '')} {time}", highlight=False)
+    if as_json is not None:
+        as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
+    Console().print(table)
+    if not all(record.get("holds", True) for record in records):
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -1,10 +1,12 @@
 """Races without a GPU: their inputs, the correctness gate, and what the command refuses."""
 
+from importlib.metadata import entry_points
+
 import pytest
 import torch
 
 from hyscale_kernels.profiling.cases import REGIMES, Case, draw
-from hyscale_kernels.profiling.commands import profile
+from hyscale_kernels.profiling.commands import RACES, profile
 from hyscale_kernels.profiling.contenders import CONTENDERS
 from hyscale_kernels.profiling.gate import objection
 from hyscale_kernels.profiling.race import Shape
@@ -62,6 +64,13 @@ def test_every_row_of_a_short_window_is_wanted() -> None:
     assert objection(inputs, indices) is None
 
 
+def test_the_race_of_replay_is_found() -> None:
+    """The command finds it by entry point, for its gate is the suite's."""
+    found = {entry.name: entry.load() for entry in entry_points(group=RACES)}
+    assert callable(found["replay"].race)
+    assert found["replay"].header()["op"] == "replay"
+
+
 def test_pairs_and_flops_are_counted_by_window() -> None:
     assert case(windows="full").pairs() == 40 * 300
     assert case(windows="causal").pairs() == sum(range(261, 301))
@@ -107,6 +116,7 @@ def test_a_contender_says_why_it_cannot_run() -> None:
         (["race", "--dtypes", "int4"], 2),
         (["race", "--op", "nothing"], 2),
         (["race", "--rounds", "1"], 2),
+        (["race", "--op", "replay", "--shapes", "4x5"], 2),
         (["nothing"], 2),
         (["--help"], 0),
     ],
@@ -116,6 +126,7 @@ def test_exit_codes(arguments: list[str], code: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_each_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert profile(["race"]) == 3
-    assert capsys.readouterr().err.strip().count("\n") == 0
+    assert profile(["race", "--op", "replay"]) == 3
+    assert capsys.readouterr().err.strip().count("\n") == 1
