@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,15 +29,12 @@ def as_record(target: str, device: str, verdicts: Sequence[Verdict]) -> dict[str
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write ``record`` in one step: a reader sees the old file or the whole new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
+        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def print_table(console: Console, verdicts: Sequence[Verdict]) -> None:
