@@ -220,7 +220,7 @@ def test_strided_storage_comes_in_every_layout() -> None:
 def test_internal_sizes_make_small_buffers_overflow() -> None:
     found = [case for case in drawn("random_normal", 100, sizes=True) if case.sizes is not None]
     assert 0.25 < len(found) / 100 < 0.75
-    assert sum(case.sizes.capacity(case.top_k) < case.num_keys for case in found if case.sizes) >= 6
+    assert sum(case.sizes.capacity(case.top_k) < case.num_keys for case in found if case.sizes) >= 10
 
 
 @pytest.mark.parametrize("space", [CPU, CUDA], ids=["cpu", "cuda"])
@@ -238,10 +238,10 @@ def test_internal_sizes_always_hold_the_selection(space: object) -> None:
 
 
 def test_a_tiny_case_prints_all_its_scores() -> None:
-    case = next(case for case in drawn("tie_rich") if 3 <= case.num_keys <= 8)
+    case = next(case for case in drawn("tie_rich") if case.num_keys == 3)
     words = case.in_words(rows=(0,))
-    assert f"{case.num_keys} keys" in words
-    assert all(f"{key}: " in words for key in range(case.num_keys))
+    assert "3 keys" in words
+    assert all(f"{key}: " in words for key in range(3))
 
 
 def test_a_large_case_prints_the_accused_keys() -> None:
