@@ -186,7 +186,7 @@ def wrong_scales(trial: Trial) -> None:
     On a CPU the call raises, naming key and value. On a GPU ``check()`` raises, and the key is not selected.
     """
     case = trial.case
-    trial.assume("fp8" in trial.space.dtypes and case.num_keys > 0)
+    trial.assume("fp8" in trial.target.dtypes and case.num_keys > 0)
     key = trial.draw(st.integers(0, case.num_keys - 1), "key")
     value = trial.draw(st.sampled_from((0.0, -1.0, float("nan"), float("inf"), -0.0)), "value")
     scale = np.ones(case.num_keys, np.float32)
