@@ -148,8 +148,8 @@ class Case:
         """The arguments on ``device``, in the case's dtype and memory layout."""
         dtype = DTYPES[self.dtype]
         return Tensors(
-            q=_laid_out(torch.from_numpy(self.q).to(dtype).to(device), self.layout),
-            k=_laid_out(torch.from_numpy(self.k).to(dtype).to(device), self.layout),
+            q=_laid_out(torch.from_numpy(self.q).to(dtype), self.layout).to(device),
+            k=_laid_out(torch.from_numpy(self.k).to(dtype), self.layout).to(device),
             w=torch.from_numpy(self.w.copy()).to(device),
             top_k=self.top_k,
             start=torch.from_numpy(self.start.astype(np.int32)).to(device),
@@ -209,11 +209,10 @@ def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     *outer, D = tensor.shape
     bytes_each = tensor.element_size()
     if layout == "padded rows":
-        room = torch.full((*outer, (D + 3) * bytes_each), 0x7F, dtype=torch.uint8, device=tensor.device)
+        room = torch.full((*outer, (D + 3) * bytes_each), 0x7F, dtype=torch.uint8)
         view = room.view(tensor.dtype)[..., :D]
     elif layout == "offset storage":
-        length = (tensor.numel() + 3) * bytes_each
-        room = torch.full((length,), 0x7F, dtype=torch.uint8, device=tensor.device)
+        room = torch.full(((tensor.numel() + 3) * bytes_each,), 0x7F, dtype=torch.uint8)
         view = room.view(tensor.dtype)[3:].view(tensor.shape)
     else:
         raise ValueError(f"layout: {layout!r}; allowed: {', '.join(LAYOUTS)}")

@@ -209,7 +209,7 @@ def cuda_graph(trial: Trial) -> None:
     with torch.cuda.graph(graph):
         selection = _call(trial, static, return_scores=True, plan=plan)
     changed = case.with_(
-        q=case.q[::-1].copy(), k=-case.k[::-1].copy(), start=case.start * 0, end=case.end - (case.end > 0)
+        q=case.q[::-1].copy(), k=-case.k[::-1], start=(case.start * 0), end=case.end - (case.end > 0)
     )
     for step, each in enumerate((case, changed, case)):
         fresh = each.tensors(trial.device)

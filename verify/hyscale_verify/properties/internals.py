@@ -34,7 +34,7 @@ def internal_sizes(trial: Trial) -> None:
     """Tiles, chunks, segments, samples and buffers of any size give the same bits."""
     first = trial.select(trial.case.with_(sizes=None))
     for label in ("sizes", "other sizes"):
-        drawn = trial.draw(trial.space.internal_sizes(trial.case.num_queries, trial.case.num_keys), label)
+        drawn = trial.draw(trial.space.internal_sizes(trial.case.num_keys), label)
         same_bits(trial.select(trial.case.with_(sizes=drawn)), first, f"with {label}")
 
 
@@ -47,7 +47,7 @@ def _tight(trial: Trial) -> InternalSizes:
         gather=128 if cuda else 16,
         slack=1,
         row_group=1 if cuda else 4,
-        samples=256 if cuda else 32,
+        samples=256 if cuda else 64,
         segment_tiles=0,
         row_tiles=4,
         key_tiles=64 if cuda else 8,
@@ -56,14 +56,13 @@ def _tight(trial: Trial) -> InternalSizes:
 
 
 def _larger(trial: Trial, on_cpu: tuple[int, ...], on_cuda: int) -> Case:
-    """The trial's regime drawn again: one or two rows that see far more keys than a tight buffer holds.
+    """The trial's regime drawn again: two rows that see far more keys than a tight buffer holds.
 
     K is one of ``on_cpu``, or ``on_cuda``.
     """
-    keys, options = (6000, (on_cuda,)) if trial.device == "cuda" else (200, on_cpu)
+    keys, options = (6000, (on_cuda,)) if trial.device == "cuda" else (250, on_cpu)
     top_k = trial.draw(st.sampled_from(options), "K")
-    rows = trial.draw(st.integers(1, 2), "rows")
-    drawn = cases(trial.case.regime, trial.space.exactly(rows, keys, top_k), ("full",))
+    drawn = cases(trial.case.regime, trial.space.exactly(2, keys, top_k), ("full",))
     trial.case = trial.data.draw(drawn, label="case").with_(sizes=_tight(trial))
     return trial.case
 

@@ -5,8 +5,6 @@ element, so that they shrink to a few keys; the others are a few hundred keys (t
 drawn seed, so that several tiles, samples and buffers take part.
 """
 
-import math
-
 import numpy as np
 from hypothesis import strategies as st
 
@@ -20,23 +18,22 @@ __all__ = ["CPU", "CUDA", "EVERY", "EXACT", "REGIMES", "TIES", "Regime", "Space"
 
 
 def _sizes(draw: Draw, space: Space, regime: Regime, kind: str, small: bool) -> Sizes:
-    shapes = space.odd_shapes if regime.odd else space.shapes
-    H, D = draw(st.sampled_from([shape for shape in shapes if shape[0] >= regime.heads]), label="H, D")
+    dims = space.odd_dims if regime.odd else space.dims
+    heads = draw(st.sampled_from([h for h in space.heads if h >= regime.heads]), label="H")
+    D = dims[0] if small else draw(st.sampled_from(dims), label="D")
     if space.fixed is not None:
         T, S, K = space.fixed
     elif small:
         T, S = draw(st.integers(1, 3), label="T"), draw(st.integers(1, 8), label="S")
         K = draw(st.sampled_from([k for k in space.top_k if k <= 8]), label="K")
     else:
+        T = draw(st.integers(1, space.most_rows), label="T")
         most = space.most_square if kind in SQUARE else space.most_keys
         S = draw(st.integers(1, most), label="S")
-        T = draw(st.integers(1, max(1, min(space.most_rows, space.most_work // (S * H * D)))), label="T")
         K = draw(st.sampled_from(space.top_k), label="K")
     if regime.odd:
-        T, S, K = T | 1, S | 1, K | 1
-    if kind in SQUARE:
-        T = S = min(S, math.isqrt(space.most_work // (H * D)))
-    return Sizes(T, S, H, D, K)
+        T, S, heads, K = T | 1, S | 1, heads | 1, K | 1
+    return Sizes(S if kind in SQUARE else T, S, heads, D, K)
 
 
 @st.composite
@@ -69,5 +66,5 @@ def cases(
         k_scale=scale.astype(np.float32) if operand == "fp8" else None,
         exact=spec.exact,
         layout=draw(st.sampled_from(LAYOUTS), label="layout") if spec.layouts else "contiguous",
-        sizes=draw(space.internal_sizes(n.T, n.S), label="internal sizes") if choose_sizes else None,
+        sizes=draw(space.internal_sizes(n.S), label="internal sizes") if choose_sizes else None,
     )

@@ -16,21 +16,19 @@ from hyscale_verify.cases import InternalSizes
 class Space:
     """Values to draw from; the first of each is the simplest.
 
-    shapes    pairs of H and D; odd_shapes where no size is round
     most_rows, most_keys  largest T and S; most_square where T == S
-    most_work largest T S H D of a case, which the oracle computes in float64
     sizes     options for each field of InternalSizes
     fixed     T, S and K, where they are not drawn
     """
 
     dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-    odd_shapes: tuple[tuple[int, int], ...]
+    heads: tuple[int, ...]
+    dims: tuple[int, ...]
+    odd_dims: tuple[int, ...]
     top_k: tuple[int, ...]
     most_rows: int
     most_keys: int
     most_square: int
-    most_work: int
     sizes: dict[str, tuple[int, ...]]
     fixed: tuple[int, int, int] | None = None
 
@@ -38,34 +36,23 @@ class Space:
         """The same space with T, S and K fixed; cases then come from a seed."""
         return replace(self, fixed=(rows, keys, top_k))
 
-    def internal_sizes(self, num_queries: int, num_keys: int) -> st.SearchStrategy[InternalSizes]:
-        """Internal sizes for a call: at most 4 chunks of rows and of keys, 16 gathers a row if possible."""
+    def internal_sizes(self, num_keys: int) -> st.SearchStrategy[InternalSizes]:
+        """Internal sizes for so many keys: a row is never walked in more than 16 steps where that can be."""
         options = dict(self.sizes)
         quick = tuple(gather for gather in options["gather"] if gather * 16 >= num_keys)
         options["gather"] = quick or (max(options["gather"]),)
-
-        def few_chunks(sizes: InternalSizes) -> InternalSizes:
-            row_tiles = -(-num_queries // (4 * sizes.tile_rows))
-            key_tiles = -(-num_keys // (4 * sizes.tile_keys))
-            return replace(
-                sizes,
-                row_tiles=max(sizes.row_tiles, row_tiles),
-                key_tiles=max(sizes.key_tiles, key_tiles),
-            )
-
-        drawn = {name: st.sampled_from(values) for name, values in options.items()}
-        return st.builds(InternalSizes, **drawn).map(few_chunks)
+        return st.builds(InternalSizes, **{name: st.sampled_from(values) for name, values in options.items()})
 
 
 CPU = Space(
     dtypes=("fp32", "bf16", "fp16", "fp8"),
-    shapes=((1, 16), (2, 16), (4, 16), (3, 32), (8, 32)),
-    odd_shapes=((1, 17), (3, 24), (5, 33)),
+    heads=(1, 2, 4, 8, 3),
+    dims=(16, 32),
+    odd_dims=(17, 24, 33),
     top_k=(1, 2, 3, 5, 8, 16, 33),
     most_rows=4,
     most_keys=260,
     most_square=16,
-    most_work=10**8,
     sizes={
         "tile_rows": (4, 1, 2, 16),
         "tile_keys": (32, 64),
@@ -82,13 +69,13 @@ CPU = Space(
 
 CUDA = Space(
     dtypes=("bf16", "fp16", "fp8"),
-    shapes=((2, 16), (32, 128)),
-    odd_shapes=((3, 72),),
+    heads=(2, 32),
+    dims=(16, 128),
+    odd_dims=(72,),
     top_k=(1, 3, 64, 200),
     most_rows=150,
     most_keys=6000,
-    most_square=700,
-    most_work=10**9,
+    most_square=900,
     # Tiles and gathers of 64 and more: below, the tensor core rounds fp8 otherwise.
     sizes={
         "tile_rows": (64,),

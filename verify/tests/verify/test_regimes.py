@@ -220,7 +220,7 @@ def test_strided_storage_comes_in_every_layout() -> None:
 def test_internal_sizes_make_small_buffers_overflow() -> None:
     found = [case for case in drawn("random_normal", 100, sizes=True) if case.sizes is not None]
     assert 0.25 < len(found) / 100 < 0.75
-    assert sum(case.sizes.capacity(case.top_k) < case.num_keys for case in found if case.sizes) >= 10
+    assert sum(case.sizes.capacity(case.top_k) < case.num_keys for case in found if case.sizes) > 12
 
 
 @pytest.mark.parametrize("space", [CPU, CUDA], ids=["cpu", "cuda"])
@@ -230,7 +230,7 @@ def test_internal_sizes_always_hold_the_selection(space: object) -> None:
     @given(st.data())
     def check(data: st.DataObject) -> None:
         top_k, keys = data.draw(st.integers(1, 5000)), data.draw(st.integers(1, 300))
-        sizes = data.draw((CPU if space is CPU else CUDA).internal_sizes(data.draw(st.integers(1, 40)), keys))
+        sizes = data.draw((CPU if space is CPU else CUDA).internal_sizes(keys))
         assert sizes.capacity(top_k) >= top_k + sizes.gather
         assert sizes.samples % sizes.tile_keys == 0
 
