@@ -25,7 +25,8 @@ class ModelShape:
     ``latent_dim`` is the size of that key (the compressed part and the rotary part) and ``value_dim`` its
     leading part that serves as the value. The MLA projections around it are described by ``q_lora_rank``,
     ``qk_nope_dim`` and ``v_dim``; ``qk_nope_dim`` and ``v_dim`` are None for a model that has no such
-    per-head expansion.
+    per-head expansion. Its heads' outputs then go through a low-rank projection: ``output_groups`` groups of
+    heads, each to ``output_lora_rank`` elements, and these to the hidden size.
 
     ``selecting_layers`` run an indexer. A layer of ``sparse_layers`` that does not reuses the selection of
     the nearest selecting layer below it. Layers in neither attend some other way.
@@ -44,6 +45,10 @@ class ModelShape:
     indexer: IndexerShape
     selecting_layers: tuple[int, ...]
     sparse_layers: tuple[int, ...]
+    output_groups: int | None = None
+    output_lora_rank: int | None = None
+    rope_theta: float = 1e4  # base of the rotary frequencies, of the indexer as well
+    norm_eps: float = 1e-6  # of the RMS norms
 
     def source_layer(self, layer: int) -> int:
         """The layer whose selection ``layer`` uses; ValueError if it uses none."""
@@ -70,10 +75,12 @@ GLM_5_1 = ModelShape(
     indexer=IndexerShape(heads=32, head_dim=128, top_k=2048),
     selecting_layers=_EVERY_78,
     sparse_layers=_EVERY_78,
+    rope_theta=1e6,
+    norm_eps=1e-5,
 )
 
 # Index sharing: index_topk_freq 4, index_skip_topk_offset 3.
-GLM_5_2 = replace(GLM_5_1, name="glm-5.2", selecting_layers=(0, 1, *range(2, 78, 4)))
+GLM_5_2 = replace(GLM_5_1, name="glm-5.2", selecting_layers=(0, 1, *range(2, 78, 4)), rope_theta=8e6)
 
 DEEPSEEK_V3_2 = ModelShape(
     name="deepseek-v3.2",
@@ -107,6 +114,8 @@ DEEPSEEK_V4_FLASH = ModelShape(
     indexer=IndexerShape(heads=64, head_dim=128, top_k=512, key_ratio=4),
     selecting_layers=tuple(range(2, 43, 2)),
     sparse_layers=tuple(range(2, 43, 2)),
+    output_groups=8,
+    output_lora_rank=1024,
 )
 
 # The README gives depth, heads, ranks and indexer; the head sizes are assumed to be GLM-5.1's, and every

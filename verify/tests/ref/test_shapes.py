@@ -11,6 +11,14 @@ def test_a_shape_is_consistent(shape: ModelShape) -> None:
     assert 0 < shape.value_dim <= shape.latent_dim
     assert shape.rope_dim <= shape.latent_dim
     assert shape.indexer.rope_dim <= shape.indexer.head_dim
+    assert shape.rope_dim % 2 == 0
+    assert shape.indexer.rope_dim % 2 == 0
+    assert (shape.qk_nope_dim is None) == (shape.v_dim is None)
+    assert (shape.v_dim is None) == (shape.output_groups is not None) == (shape.output_lora_rank is not None)
+    if shape.qk_nope_dim is not None:
+        assert shape.value_dim == shape.latent_dim - shape.rope_dim  # the compressed part is the value
+    if shape.output_groups is not None:
+        assert shape.heads % shape.output_groups == 0
     assert set(shape.selecting_layers) <= set(shape.sparse_layers) <= set(range(shape.layers))
     for layer in shape.sparse_layers:
         assert shape.source_layer(layer) in shape.selecting_layers
