@@ -4,6 +4,7 @@ Exit codes: 0 holds, 1 falsified, 2 usage, 3 environment, 130 interrupted. Progr
 stdout. Torch, Triton and hypothesis are imported only when a verb runs, after its device is settled.
 """
 
+import math
 import secrets
 import sys
 import time
@@ -154,6 +155,10 @@ def _mutants(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     profile: Annotated[str, typer.Option(help="How hard to look: quick, ci or deep.")] = "ci",
     seed: Annotated[int, typer.Option(parser=_integer, help="Seed of all draws.")] = 0,
+    limit: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds after which a surviving bug is given up; not with --matrix."),
+    ] = 120,
     jobs: Annotated[
         int | None, typer.Option(parser=_integer, help="Processes. [default: 2 on cpu, 1 on cuda]")
     ] = None,
@@ -172,13 +177,14 @@ def _mutants(
     _each_of("--only", only or [], [mutant.name for mutant in MUTANTS])
     plan = runner.Plan("hytopk", where, profile, seed, shrink=False)
     total = len(only or MUTANTS)
+    limit_s, processes = math.inf if matrix else limit, _jobs(where, 2 * total)
     console, out = Console(stderr=True), Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(f"{total} planted bugs on {where}, profile {profile}, seed {seed}")
     fates: list[harness.Fate] = []
     interrupted = False
     try:
         with _progress(console, total) as advance:
-            for fate in harness.run_mutants(plan, only or [], matrix, jobs or _jobs(where, 2 * total)):
+            for fate in harness.run_mutants(plan, only or [], matrix, limit_s, jobs or processes):
                 fates.append(fate)
                 advance(fate.in_words())
     except KeyboardInterrupt:

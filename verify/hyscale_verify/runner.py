@@ -20,6 +20,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Flaky, StopTest, Unsatisfiable, UnsatisfiedAssumption
 
 from hyscale_verify import targets
+from hyscale_verify.draws import draws_of_the_seed_alone
 from hyscale_verify.errors import EnvironmentLackingError
 from hyscale_verify.properties import FalsifiedError, InapplicableError, Property, Trial
 from hyscale_verify.strategies import CPU, CUDA, Space, cases
@@ -186,6 +187,7 @@ def _conditions(target: Target, device: str) -> ExitStack:
     interpreter makes millions of small objects, and collecting while it does costs a quarter of the time.
     """
     stack = ExitStack()
+    stack.enter_context(draws_of_the_seed_alone())
     stack.enter_context(np.errstate(all="ignore"))
     gc.disable()
     gc.freeze()

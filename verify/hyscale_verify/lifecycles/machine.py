@@ -234,18 +234,25 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                 pass
 
         @precondition(lambda self: any(each.waiting for each in self.model.values()))
-        @rule(data=st.data())
-        def backward_that_fails(self, data: st.DataObject) -> None:
-            """An exception in the recomputation: the record is not used up."""
+        @rule(data=st.data(), again=st.booleans())
+        def backward_that_fails(self, data: st.DataObject, again: bool) -> None:
+            """An exception in the recomputation: the record is not used up, and serves ``again`` at once or
+            later."""
             (microbatch, layer), consumer = self._draw_waiting(data)
+            known = self.model[microbatch, layer]
             frame = self.frames[microbatch]
             try:
                 with frame.replaying():
-                    self._consume(frame, consumer, layer, self.model[microbatch, layer].problem)
+                    self._consume(frame, consumer, layer, known.problem)
                     raise _InterruptedError
             except _InterruptedError:
                 pass
-            self.model[microbatch, layer].fetched = True
+            known.fetched = True
+            if again:
+                with frame.replaying():
+                    got = self._consume(frame, consumer, layer, known.problem)
+                    self._same(got, known.problem, f"replayed by {consumer} after a failure")
+                known.replayed.append(consumer)
 
         @rule(microbatch=microbatches)
         def discard(self, microbatch: int) -> None:

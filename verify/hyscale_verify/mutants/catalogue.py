@@ -1,8 +1,8 @@
 """Planted bugs: small edits of the real kernels, each a mistake that a kernel author could make.
 
 An edit replaces ``old``, which must occur exactly once in the file, by ``new``. Edits that change nothing but
-speed are not bugs: the threshold only filters, so a wrong rank or a shifted sample is repaired and would
-survive for good reason.
+speed are not bugs: the threshold only filters, so a wrong rank, a shifted sample or a threshold for rows that
+need none is repaired, and would survive for good reason.
 """
 
 from dataclasses import dataclass
@@ -136,14 +136,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "tl.store(filled_ptr + o_r, tl.zeros((ROWS,), tl.int32), mask=live & (length > capacity))",
         "rows that need no threshold start from whatever the counter held",
         "poisoned_memory",
-    ),
-    _threshold(
-        "threshold_for_short_rows",
-        "guess = live & (length > capacity)",
-        "guess = live & (length > capacity // 4)",
-        "short rows take a threshold from samples that were never drawn",
-        "certified_set",
-        OWN,
     ),
     _scan(
         "threshold_not_reached_by_equals",
@@ -298,15 +290,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "s = lo\n",
         "s = tl.maximum(lo - 1, 0)\n",
         "filling from a plateau starts one key before the window",
-        "certified_set",
-        "window_is_respected",
+        "forced_flood_by_a_plateau",
     ),
     _plateau(
         "plateau_overfilled",
         "equal = tl.where(tl.cumsum(equal, axis=0) <= missing, equal, 0)",
         "equal = tl.where(tl.cumsum(equal, axis=0) <= missing + 1, equal, 0)",
         "one key too many is taken from a plateau",
-        "certified_set",
         "forced_flood_by_a_plateau",
     ),
     _plateau(
@@ -314,8 +304,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "right = ((key != NEVER) & (index >= s)).to(tl.int32)",
         "right = ((key != NEVER) & (index > s)).to(tl.int32)",
         "the first key held to the right of the walked part is dropped",
-        "certified_set",
-        OWN,
+        "forced_flood_by_a_plateau",
     ),
     _repair(
         "repair_buffer_overrun",

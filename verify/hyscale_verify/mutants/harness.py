@@ -8,6 +8,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,22 +30,26 @@ PACKAGE = "hyscale_kernels"
 
 @dataclass(frozen=True)
 class Task:
-    """One bug to plant, and whether to go on after its first kill."""
+    """One bug to plant, whether to go on after its first kill, and the seconds after which to give up."""
 
     mutant: Mutant
     plan: Plan
     everything: bool
+    limit_s: float
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one planted bug: units that killed it, that let it live, that crashed."""
+    """What became of one planted bug: units that killed it, that let it live, that crashed.
+
+    ``cut_short`` says why not all of the suite was tried, where that is so.
+    """
 
     mutant: Mutant
     killed_by: tuple[Verdict, ...]
     survives: tuple[Verdict, ...]
     crashes: tuple[Verdict, ...]
-    died: str = ""
+    cut_short: str = ""
 
     @property
     def killed(self) -> bool:
@@ -55,7 +60,7 @@ class Fate:
         if self.killed:
             first = self.killed_by[0]
             return f"{self.mutant.name}: killed by {first.name} on {first.regime}"
-        crashes = self.died or f"{len(self.crashes)} crashes"
+        crashes = self.cut_short or f"{len(self.crashes)} crashes"
         return f"{self.mutant.name}: survives {len(self.survives)} units ({crashes})"
 
     def record(self) -> dict[str, Any]:
@@ -103,9 +108,14 @@ def try_mutant(task: Task) -> Fate:
     killed: list[Verdict] = []
     survived: list[Verdict] = []
     crashed: list[Verdict] = []
+    given_up = ""
+    begun = time.monotonic()
     with planted(task.mutant) as package:
         target = HyTopK(task.plan.device, package)
         for unit in _ordered(task):
+            if time.monotonic() - begun > task.limit_s:
+                given_up = f"given up after {task.limit_s:.0f} s"
+                break
             verdict = judge(unit, target)
             if verdict.verdict == FALSIFIED:
                 (crashed if verdict.crashed else killed).append(verdict)
@@ -113,7 +123,7 @@ def try_mutant(task: Task) -> Fate:
                 survived.append(verdict)
             if killed and not task.everything:
                 break
-    return Fate(task.mutant, tuple(killed), tuple(survived), tuple(crashed))
+    return Fate(task.mutant, tuple(killed), tuple(survived), tuple(crashed), given_up)
 
 
 def _ordered(task: Task) -> list[Unit]:
@@ -132,11 +142,13 @@ def _ordered(task: Task) -> list[Unit]:
     return [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
 
 
-def run_mutants(plan: Plan, names: Sequence[str], everything: bool, jobs: int) -> Iterator[Fate]:
+def run_mutants(
+    plan: Plan, names: Sequence[str], everything: bool, limit_s: float, jobs: int
+) -> Iterator[Fate]:
     """Fates of the chosen bugs (all where none is named) as they are known."""
-    tasks = [Task(each, plan, everything) for each in MUTANTS if not names or each.name in names]
+    tasks = [Task(each, plan, everything, limit_s) for each in MUTANTS if not names or each.name in names]
     for task, fate in run_tasks(try_mutant, tasks, jobs):
-        yield Fate(task.mutant, (), (), (), died=str(fate)) if isinstance(fate, Died) else fate
+        yield Fate(task.mutant, (), (), (), cut_short=str(fate)) if isinstance(fate, Died) else fate
 
 
 def as_record(fates: Sequence[Fate]) -> dict[str, Any]:
@@ -160,7 +172,7 @@ def print_fates(console: Console, fates: Sequence[Fate]) -> None:
         killers = list(dict.fromkeys(verdict.name for verdict in fate.killed_by))
         regimes = [verdict.regime for verdict in fate.killed_by if verdict.name in killers[:1]]
         more = f" and {len(killers) - 1} more" if len(killers) > 1 else ""
-        crashes = fate.died or f"nothing; crashed {len(fate.crashes)} of {len(fate.survives)} units"
+        crashes = fate.cut_short or f"nothing; crashed {len(fate.crashes)} of {len(fate.survives)} units"
         by = killers[0] + more if killers else f"[bold red]{crashes}[/]"
         table.add_row(fate.mutant.name, fate.mutant.stage, by, " ".join(regimes))
     console.print(table)

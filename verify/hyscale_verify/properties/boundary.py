@@ -122,19 +122,20 @@ def arguments(case: Case, device: str) -> Arguments:
 
 @promise("errors", ("tie_rich", "row_lengths", "random_normal"), needs=["hytopk"])
 def wrong_arguments(trial: Trial) -> None:
-    """A wrong type, dtype, rank, shape, stride, device or K raises TypeError or ValueError and names it."""
-    name = trial.draw(st.sampled_from(sorted(MISTAKES)), "mistake")
-    mistake = MISTAKES[name]
-    call = mistake.make(arguments(trial.case, trial.device))
-    try:
-        trial.hytopk.api.hytopk(**call)
-    except (TypeError, ValueError) as error:
-        if mistake.argument not in str(error):
-            raise FalsifiedError(f"{name}: the error does not name {mistake.argument}: {error}") from error
-    except Exception as error:
-        raise FalsifiedError(f"{name}: raised {type(error).__name__}: {error}") from error
-    else:
-        raise FalsifiedError(f"{name}: accepted")
+    """Every wrong type, dtype, rank, shape, stride, device or K raises TypeError or ValueError, named."""
+    for name, mistake in MISTAKES.items():
+        call = mistake.make(arguments(trial.case, trial.device))
+        try:
+            trial.hytopk.api.hytopk(**call)
+        except (TypeError, ValueError) as error:
+            if mistake.argument not in str(error):
+                raise FalsifiedError(
+                    f"{name}: the error does not name {mistake.argument}: {error}"
+                ) from error
+        except Exception as error:
+            raise FalsifiedError(f"{name}: raised {type(error).__name__}: {error}") from error
+        else:
+            raise FalsifiedError(f"{name}: accepted")
 
 
 @promise("errors", ("tie_rich", "exact_integers", "nan"), needs=["hytopk"])

@@ -105,9 +105,23 @@ def forced_refill_of_the_repair_buffer(trial: Trial) -> None:
 
 @promise("exact", ("relu_plateau", "constant", "spike", "tie_rich", "periodic"), needs=["hytopk"])
 def forced_flood_by_a_plateau(trial: Trial) -> None:
-    """Equal scores that no threshold can thin out are filled in: exact, smaller keys first."""
-    _larger(trial, (1, 3, 8), 64)
-    result = trial.select(return_scores=True)
+    """Equal scores that no threshold can thin out are filled in: exact, smaller keys first.
+
+    The windows leave out some keys at either end, which are as good as those inside. A few keys are raised
+    above their equals where a walk in steps begins and ends: at the window's edges, at whole steps from it.
+    """
+    case = _larger(trial, (1, 3, 8), 64)
+    low, behind = trial.draw(
+        st.tuples(st.integers(0, 8), st.integers(0, 8)), "keys left out before and behind"
+    )
+    high, step = case.num_keys - behind, _tight(trial).gather
+    edges = [low, low + step - 1, low + step, low + step + 1, low + 2 * step, high - 1]
+    raised = trial.draw(st.lists(st.sampled_from(edges), max_size=4, unique=True), "keys raised")
+    k = case.k.copy()
+    k[raised, 0] += 1
+    trial.case = case.with_(k=k, start=case.start + np.int32(low), end=case.end - np.int32(behind))
+    with own_memory("filling from a plateau"):
+        result = trial.select(return_scores=True)
     trial.numbers["rows forced"] = float((_rescored(result) == 2).sum())
     _exact(trial, result)
 

@@ -273,7 +273,7 @@ def test_mutants_reports_what_kills_a_bug(tmp_path: Path, capsys: pytest.Capture
 def test_a_surviving_bug_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def survive(plan: Any, names: Any, everything: bool, jobs: int) -> Any:
+    def survive(plan: Any, names: Any, everything: bool, limit_s: float, jobs: int) -> Any:
         mutant = next(each for each in harness.MUTANTS if each.name in names)
         yield harness.Fate(mutant, (), (), ())
 

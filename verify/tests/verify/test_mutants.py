@@ -1,6 +1,7 @@
 """Planted bugs: the edits fit the kernels, the harness kills by assertions alone, the artefact is current."""
 
 import importlib.util
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_a_crash_alone_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         "    S = problem.no_such_thing\n    filled",
         "the call raises AttributeError",
     )
-    fate = try_mutant(Task(mutant, PLAN, everything=True))
+    fate = try_mutant(Task(mutant, PLAN, everything=True, limit_s=math.inf))
     assert not fate.killed
     assert len(fate.crashes) == len(PROPERTIES["tie_rule"].regimes)
 
@@ -89,15 +90,24 @@ def test_an_edit_that_changes_nothing_survives(monkeypatch: pytest.MonkeyPatch) 
         "CAUTION = tl.constexpr(5.5)",
         "x",
     )
-    fate = try_mutant(Task(mutant, PLAN, everything=False))
+    fate = try_mutant(Task(mutant, PLAN, everything=False, limit_s=math.inf))
     assert not fate.killed
     assert not fate.crashes
     assert len(fate.survives) == sum(len(prop.regimes) for prop in harness.PROPERTIES.values())
 
 
+def test_a_bug_that_lives_too_long_is_given_up_and_said_so() -> None:
+    mutant = next(each for each in MUTANTS if each.name == "ties_from_the_right")
+    fate = try_mutant(Task(mutant, PLAN, everything=False, limit_s=0.0))
+    assert not fate.killed
+    assert not fate.survives
+    assert fate.cut_short == "given up after 0 s"
+    assert "given up" in fate.in_words()
+
+
 def test_likely_properties_come_first_and_regimes_in_turn() -> None:
     mutant = next(each for each in MUTANTS if each.name == "ties_from_the_right")
-    units = harness._ordered(Task(mutant, PLAN, everything=False))
+    units = harness._ordered(Task(mutant, PLAN, everything=False, limit_s=math.inf))
     first = PROPERTIES["tie_rule"].regimes
     assert [unit.regime for unit in units[: len(first)]] == list(first)
     assert {unit.property for unit in units[: len(first)]} == {"tie_rule"}

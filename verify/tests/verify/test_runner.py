@@ -1,7 +1,9 @@
 """The runner: deterministic, reproducible, honest about counts, crashes and what it could not do."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,19 +31,32 @@ def test_a_unit_is_a_function_of_its_plan() -> None:
     assert first.verdict == FALSIFIED
 
 
+def drawn_with(seed: int) -> list[bytes]:
+    """The scores of every call that the unit makes."""
+    drawn: list[bytes] = []
+
+    def note(scores: Any, *rest: Any) -> Any:
+        drawn.append(scores.numpy().tobytes())
+        return exact(scores, *rest)
+
+    plan = dataclasses.replace(PLAN, seed=seed)
+    judge(Unit(plan, "repeated_calls", "random_normal"), Selector("note", note, "cpu"))
+    return drawn
+
+
 def test_another_seed_draws_other_cases() -> None:
-    seen: list[list[bytes]] = []
-    for number in (0, 1):
-        drawn: list[bytes] = []
+    assert drawn_with(0) != drawn_with(1)
 
-        def note(scores: Any, *rest: Any, into: list[bytes] = drawn) -> Any:
-            into.append(scores.numpy().tobytes())
-            return exact(scores, *rest)
 
-        plan = dataclasses.replace(PLAN, seed=number)
-        judge(Unit(plan, "repeated_calls", "random_normal"), Selector("note", note, "cpu"))
-        seen.append(drawn)
-    assert seen[0] != seen[1]
+def test_what_is_drawn_does_not_depend_on_what_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [drawn_with(seed) for seed in range(4)]
+    constants = ", ".join(str(number) for number in range(2, 250))
+    (tmp_path / "full_of_constants.py").write_text(f"NUMBERS = ({constants})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("full_of_constants")
+    assert [drawn_with(seed) for seed in range(4)] == before
 
 
 def test_the_smallest_counterexample_is_told_in_words_with_its_command() -> None:
