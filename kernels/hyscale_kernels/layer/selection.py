@@ -1,0 +1,112 @@
+"""Choosing the keys of each row, and carrying the choice to where it is needed again.
+
+What a layer hands on is a *carrier*: the packed record under replay, else the indices. A layer that shares
+another's selection takes its indices from the carrier; a region that is recomputed with replay decodes it
+instead of selecting again.
+
+Shape letters: T rows, S keys, K = top_k.
+"""
+
+import importlib
+
+import torch
+
+from .. import replay
+from ..baselines import materialised_topk
+from ..baselines.materialised import BYTES_PER_SCORE
+from ..hytopk import hytopk
+from ..replay import PackedSelection
+from .config import LayerConfig
+from .indexer import Scored
+from .rows import Rows
+from .timer import PartTimer, part
+
+Carrier = torch.Tensor | PackedSelection
+
+# The largest table that DeepGEMM and FlashInfer were seen to run well with.
+DEEPGEMM_TABLE_BYTES = 9 * 10**9
+
+
+def select(config: LayerConfig, scored: Scored, rows: Rows, timer: PartTimer | None = None) -> Carrier:
+    """The selection of each row among the keys that it sees, by ``config.selection``."""
+    q, k, w = (each.detach() for each in scored[:3])
+    top_k, (start, end), k_scale = config.shape.indexer.top_k, rows.windows, scored.k_scale
+    if config.selection == "materialised":
+        return _materialised(q, k, w, k_scale, top_k, rows, config.table_bytes)
+    if config.selection == "deepgemm+flashinfer":
+        assert k_scale is not None
+        return _deepgemm_flashinfer(q, k, w, k_scale, top_k, rows, timer)
+    if config.recompute == "full+replay":
+        return replay.record_selection(q, k, w, top_k, start=start, end=end, k_scale=k_scale)
+    return hytopk(q, k, w, top_k, start=start, end=end, k_scale=k_scale).indices
+
+
+def indices_of(carrier: Carrier, rows: Rows) -> torch.Tensor:
+    """int32 [T, K], ascending, -1 at the tail."""
+    if isinstance(carrier, torch.Tensor):
+        return carrier
+    start, end = rows.windows
+    return replay.decode_record(carrier, start=start, end=end).indices
+
+
+def _materialised(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    top_k: int,
+    rows: Rows,
+    table_bytes: int,
+) -> torch.Tensor:
+    """torch.topk of a table of scores, a block of rows at a time, without the keys that none of them sees."""
+    start, end = rows.windows
+    indices = torch.empty((q.shape[0], top_k), dtype=torch.int32, device=q.device)
+    for block, keys in rows.blocks(max(1, table_bytes // max(1, BYTES_PER_SCORE * rows.num_keys))):
+        indices[block] = materialised_topk(
+            q[block], k[:keys], w[block], top_k, start=start[block], end=end[block],
+            k_scale=None if k_scale is None else k_scale[:keys], chunk_bytes=table_bytes,
+        ).indices  # fmt: skip
+    return indices
+
+
+def _deepgemm_flashinfer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    k_scale: torch.Tensor,
+    top_k: int,
+    rows: Rows,
+    timer: PartTimer | None,
+) -> torch.Tensor:
+    """fp8 scores by DeepGEMM, deterministic top-k by FlashInfer, as in ``profiling.contenders``.
+
+    The loss wants ascending rows, which FlashInfer does not promise: ordering them is a part of its own,
+    "ordering", so that it need not be held against the two. ModuleNotFoundError where they are missing.
+    """
+    deep_gemm = importlib.import_module("deep_gemm")
+    flashinfer = importlib.import_module("flashinfer")
+    indices = torch.empty((q.shape[0], top_k), dtype=torch.int32, device=q.device)
+    for block, keys in rows.blocks(max(1, DEEPGEMM_TABLE_BYTES // (4 * max(1, rows.num_keys)))):
+        if keys == 0:
+            indices[block] = -1
+            continue
+        start, end = (_spare(each[block]) for each in rows.windows)
+        queries = _spare(q[block].view(torch.uint8)).view(q.dtype)
+        scores = deep_gemm.fp8_mqa_logits(
+            queries, (k[:keys], k_scale[:keys]), _spare(w[block]), start, end, clean_logits=False
+        )
+        table = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
+        chosen = flashinfer.top_k_ragged_transform(
+            table, start[:-1], end[:-1] - start[:-1], top_k, deterministic=True, tie_break=1,
+            row_starts=start[:-1],
+        )  # fmt: skip
+        del scores, table
+        with part(timer, "ordering"):
+            ordered = chosen.masked_fill(chosen < 0, keys).sort(dim=1).values
+            indices[block] = ordered.masked_fill(ordered == keys, -1)
+    return indices
+
+
+def _spare(values: torch.Tensor) -> torch.Tensor:
+    """One more row, which sees nothing: it makes DeepGEMM's padded table contiguous without its own."""
+    return torch.cat([values, torch.zeros_like(values[:1])])
