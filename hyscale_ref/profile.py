@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,10 @@ Shape = tuple[tuple[str, int], ...]
 
 class ProfileError(ValueError):
     """A profile file or point that cannot be used; the message names the file, line, field and value."""
+
+
+class UnknownSchemaError(ProfileError):
+    """A header of a version that is not read here."""
 
 
 def as_shape(dimensions: Mapping[str, int]) -> Shape:
@@ -172,39 +177,59 @@ def _check_positive(name: str, value: float | None, at_most: float = math.inf) -
         raise ProfileError(f"{name} = {value!r}; {limit} is needed")
 
 
-def read_profile(path: str | Path, *, one_device: bool = True) -> list[ProfilePoint]:
+def read_profile(
+    path: str | Path, *, one_device: bool = True, faults: list[str] | None = None
+) -> list[ProfilePoint]:
     """Every point of a file, in order.
 
     :class:`ProfileError` names the file, line and field of the first bad line: not JSON, truncated, an
     unknown schema or field, a bad value, or (``one_device``) a second device.
+
+    faults: where it is given, a bad line is described there and passed over, so that what was measured
+    before and after it is not lost; an unknown schema still raises, because nothing below it is understood.
     """
     points: list[ProfilePoint] = []
     shared: dict[str, Any] | None = None
     number = 0
+
+    def take(line: str) -> None:
+        nonlocal shared
+        record = _object(line)
+        if "schema" in record:
+            shared = _header(record)
+            return
+        if shared is None:
+            raise ProfileError('the first line must be a header with "schema"')
+        point = ProfilePoint.from_json(shared | record if shared else record)
+        if one_device and points and point.device != points[0].device:
+            raise ProfileError(
+                f"device = {point.device!r}; this file began with {points[0].device!r}, "
+                "and a file holds one GPU model"
+            )
+        points.append(point)
+
     try:
         with _open(Path(path)) as lines:
             for line in lines:
                 number += 1  # read again where an error is reported
                 if not line.strip():
                     continue
-                record = _object(line)
-                if "schema" in record:
-                    shared = _header(record)
-                    continue
-                if shared is None:
-                    raise ProfileError('the first line must be a header with "schema"')
-                point = ProfilePoint.from_json(shared | record if shared else record)
-                if one_device and points and point.device != points[0].device:
-                    raise ProfileError(
-                        f"device = {point.device!r}; this file began with {points[0].device!r}, "
-                        "and a file holds one GPU model"
-                    )
-                points.append(point)
+                try:
+                    take(line)
+                except UnknownSchemaError:
+                    raise
+                except ProfileError as error:
+                    if faults is None:
+                        raise
+                    faults.append(f"{path}:{number}: {error}")
     except ProfileError as error:
         raise ProfileError(f"{path}:{number}: {error}") from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path}:{number + 1}: unreadable: {error}") from error
-    if shared is None:
+        fault = f"{path}:{number + 1}: unreadable: {error}"
+        if faults is None or not number:
+            raise ProfileError(fault) from error
+        faults.append(fault)
+    if shared is None and not faults:
         raise ProfileError(f"{path}:1: empty; a profile starts with a header line")
     return points
 
@@ -229,7 +254,7 @@ def _header(record: dict[str, Any]) -> dict[str, Any]:
     shared = dict(record)
     schema = shared.pop("schema")
     if schema != SCHEMA:
-        raise ProfileError(f"schema = {schema!r}; this version reads schema {SCHEMA}")
+        raise UnknownSchemaError(f"schema = {schema!r}; this version reads schema {SCHEMA}")
     if shared.keys() - _NAMES:
         raise ProfileError(f"unknown field {sorted(shared.keys() - _NAMES)[0]!r}; known: {_KNOWN}")
     return shared
@@ -246,6 +271,53 @@ def write_profile(path: str | Path, points: Sequence[ProfilePoint], *, append: b
     data = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
     with path.open("ab" if append else "wb") as stream:
         stream.write(data)
+
+
+class ProfileWriter:
+    """Adds points to a plain file, each on disk before :meth:`add` returns; a context manager.
+
+    shared: fields most points have in common; they go to one header. What an interrupted run left, a broken
+    last line included, stays as it is. ProfileError for a ``.gz`` name (it cannot be added to safely).
+    """
+
+    def __init__(self, path: str | Path, shared: Mapping[str, Any]) -> None:
+        path = Path(path)
+        if path.suffix == ".gz":
+            raise ProfileError(f"{path}: a run writes plain lines; compress the file when it is done")
+        self._shared = {
+            name: dict(value) if name == "versions" else value
+            for name, value in shared.items()
+            if value not in ("", None, ())
+        }
+        unknown = self._shared.keys() - _NAMES
+        if unknown:
+            raise ProfileError(f"unknown field {sorted(unknown)[0]!r}; known: {_KNOWN}")
+        broken = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._stream = path.open("a", encoding="utf-8")
+        if broken:
+            self._stream.write("\n")
+        self._write({"schema": SCHEMA, **self._shared})
+
+    def add(self, point: ProfilePoint) -> None:
+        """Write one point."""
+        record = point.to_json()
+        for name in self._shared.keys() - record.keys():  # a default, where the header has something else
+            record[name] = dict(point.versions) if name == "versions" else getattr(point, name)
+        self._write({name: value for name, value in record.items() if self._shared.get(name, ...) != value})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _lines(points: Sequence[ProfilePoint]) -> Iterator[str]:

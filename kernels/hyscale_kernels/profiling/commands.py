@@ -1,193 +1,216 @@
-"""``hyscale profile``: measure kernels on this machine's GPU."""
+"""``hyscale profile``: measure kernels on this machine's GPU; show, plot and compare what was measured."""
 
 import json
-from enum import StrEnum
-from importlib.metadata import entry_points
-from itertools import product
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-EXIT_FAILED, EXIT_ENVIRONMENT = 1, 3
+from hyscale_ref.profile import ProfileError, ProfilePoint, read_profile
+
+from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, need_gpu, say, stop
+from .race_command import race_command
+from .run_command import run_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-err = Console(stderr=True)
+app.command("run")(run_command)
+app.command("race")(race_command)
 
-
-# Races of other ops, which need more than the kernels: each entry names a module with race() and header().
-RACES = "hyscale.races"
-
-DEFAULTS = {
-    "shapes": "4096x65536,4096x262144,2048x1048576",
-    "dtypes": "fp8,bf16",
-    "regimes": "random",
-    "windows": "full",
-    "rivals": "deepgemm+flashinfer,cudnn",
-}
-
-
-class Op(StrEnum):
-    hytopk = "hytopk"
-    replay = "replay"
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 
 
 @app.callback()
 def _profile() -> None:
-    """Measure kernels on this machine's GPU."""
+    """Measure kernels on this machine's GPU; show and compare profiles anywhere."""
 
 
-def _need_gpu() -> None:
+@app.command("show")
+def show_command(
+    file: Annotated[Path, typer.Argument(help="A profile, or the records of a race with --context.")],
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops; may be repeated.")] = None,
+    points: Annotated[bool, typer.Option("--points", help="A row a point instead of a row an op.")] = False,
+    roofline: Annotated[Path | None, typer.Option(help="Draw the roofline plot: .png, .svg, .pdf.")] = None,
+    context: Annotated[
+        Path | None, typer.Option(help="Draw HyTopK and a rival against context length: .png, .svg, .pdf.")
+    ] = None,
+    as_json: Json = None,
+) -> None:
+    """What a profile holds: a table, a roofline plot, times against context length.
+
+    A bad line is named on standard error and the rest is shown; the exit code is then 1.
+    """
+    from . import report
+
+    if context is not None:
+        with refusing(), plotting():
+            from . import context as context_plot
+
+            ratios = context_plot.plot(file, context)
+        said = ", ".join(f"{ratio:.2f}x at {keys:,} keys" for keys, ratio in ratios)
+        Console(highlight=False, soft_wrap=True).print(f"{context}: HyTopK is {said}")
+        if roofline is None and as_json is None and not points and op is None:
+            return
+    with refusing():
+        found, faults = lenient(file)
+    if op:
+        known = {point.op for point in found}
+        for name in op:
+            if name not in known:
+                raise typer.BadParameter(
+                    f"{file} has no op {name!r}; it has: {', '.join(sorted(known))}", param_hint="--op"
+                )
+        found = [point for point in found if point.op in op]
+    if roofline is not None:
+        with refusing(), plotting():
+            report.roofline(found, roofline)
+    if as_json is not None:
+        write_json(as_json, {"schema": 1, "faults": faults, "points": [point.to_json() for point in found]})
+    if as_json is None or str(as_json) != "-":
+        devices = sorted({f"{point.device} {point.serial}".strip() for point in found})
+        title = f"{file.name}: {len(found)} points on {', '.join(devices) or 'no device'}"
+        table = report.point_table(found, title) if points else report.summary_table(found, title)
+        output().print(table)
+    if faults:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("compare")
+def compare_command(
+    first: Annotated[Path, typer.Argument(help="A profile.")],
+    second: Annotated[Path, typer.Argument(help="Another one.")],
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops; may be repeated.")] = None,
+    any_implementation: Annotated[
+        bool, typer.Option("--any-implementation", help="Match shapes whoever implements them.")
+    ] = False,
+    apart: Annotated[float, typer.Option(min=0.0, help="Percent of difference that is marked.")] = 15.0,
+    most: Annotated[int, typer.Option(min=1, help="Rows of the table, the furthest apart first.")] = 40,
+    max_median: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit 1 if the median difference exceeds this percentage.")
+    ] = None,
+    max_p95: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit 1 if the 95th percentile exceeds this percentage.")
+    ] = None,
+    as_json: Json = None,
+) -> None:
+    """The ratio of every shape that both profiles have, and whether it is within their noise.
+
+    Devices and sources may differ: a public table compares with one's own points where shapes coincide.
+    """
+    from . import report
+    from .compare import compare
+
+    with refusing():
+        here, faults = lenient(first, one_device=False)
+        there, more = lenient(second, one_device=False)
+    if op:
+        here = [point for point in here if point.op in op]
+        there = [point for point in there if point.op in op]
+    found = compare(here, there, any_implementation=any_implementation)
+    if not found.pairs:
+        raise stop(EXIT_FAILED, f"{first} and {second} have no shape in common")
+    limit = apart / 100
+    record = report.comparison_record(found, limit)
+    if as_json is not None:
+        write_json(as_json, record)
+    if as_json is None or str(as_json) != "-":
+        output().print(report.comparison_table(found, f"{second.name} over {first.name}", limit, most))
+        median, high = record["median_difference"], record["p95_difference"]
+        Console(highlight=False, soft_wrap=True).print(
+            f"{len(found.pairs)} shapes in common ({found.only_first} and {found.only_second} in one alone); "
+            f"difference: median {median:.1%}, p95 {high:.1%}; {record['within_noise']} within noise, "
+            f"{record['apart']} more than {apart:g}% apart"
+        )
+    exceeded = any(
+        limit is not None and value > limit / 100
+        for limit, value in ((max_median, record["median_difference"]), (max_p95, record["p95_difference"]))
+    )
+    if exceeded or faults or more:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("trace")
+def trace_command(
+    op: Annotated[
+        str, typer.Option(help="The op: name, or name/implementation/dtype as 'run --dry-run' lists it.")
+    ],
+    shape: Annotated[str | None, typer.Option(help="Such as rows=4096,keys=65536 [its first shape]")] = None,
+    out: Annotated[Path, typer.Option(help="The trace: .json or .json.gz.")] = Path("trace.json"),
+    as_json: Json = None,
+) -> None:
+    """A Chrome trace of one call through PyTorch's profiler; ui.perfetto.dev opens it."""
+    need_gpu()
     import torch
 
-    if not torch.cuda.is_available():
-        err.print(
-            "hyscale profile: needs a CUDA device, and PyTorch sees none on this machine", highlight=False
-        )
-        raise typer.Exit(EXIT_ENVIRONMENT)
+    from .op import Entry
+    from .ops import ALL
+    from .suites import names_of
+    from .target import parse_shapes
+    from .tracing import trace
 
-
-def _listed(option: str, text: str, known: Any) -> list[str]:
-    """The comma-separated names of an option; a usage error names the first that is unknown."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(
-                f"no {option} {name!r}; there are: {', '.join(known)}", param_hint=f"--{option}"
-            )
-    if not names:
-        raise typer.BadParameter(f"names at least one of: {', '.join(known)}", param_hint=f"--{option}")
-    return names
-
-
-@app.command("race")
-def race_command(
-    op: Annotated[Op, typer.Option(help="what is raced")] = Op.hytopk,
-    shapes: Annotated[
-        str | None, typer.Option(help=f"ROWSxKEYS, comma-separated [{DEFAULTS['shapes']}]")
-    ] = None,
-    dtypes: Annotated[str | None, typer.Option(help=f"bf16, fp16, fp8 [{DEFAULTS['dtypes']}]")] = None,
-    regimes: Annotated[
-        str | None, typer.Option(help=f"distributions of the scores [{DEFAULTS['regimes']}]")
-    ] = None,
-    windows: Annotated[str | None, typer.Option(help=f"full or causal [{DEFAULTS['windows']}]")] = None,
-    rivals: Annotated[
-        str | None, typer.Option(help=f"contenders beside hytopk, if installed [{DEFAULTS['rivals']}]")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="timed calls a contender")] = 15,
-    budget: Annotated[float, typer.Option(min=0.1, help="seconds of device time a race")] = 20.0,
-    out: Annotated[Path | None, typer.Option(help="append the records to this JSON Lines file")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="write the records as one JSON file")] = None,
-) -> None:
-    """Race HyTopK against rivals: same process, same inputs, taking turns, correctness first.
-
-    With --op replay, time the kernels of selection replay beside their floors, behind a gate of their own;
-    its shape, rounds and budget are fixed.
-    """
-    given = {"shapes": shapes, "dtypes": dtypes, "regimes": regimes, "windows": windows, "rivals": rivals}
-    if op is Op.replay:
-        for name, value in given.items():
-            if value is not None:
-                raise typer.BadParameter("is for --op hytopk; replay has one shape", param_hint=f"--{name}")
-        _need_gpu()
-        _race_replay(out, as_json)
-        return
-    chosen = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
-    from .cases import DTYPES, REGIMES, WINDOWS, draw
-    from .contenders import CONTENDERS
-    from .race import Shape, race
-
+    chosen = next((each for each in ALL if op in names_of(each)), None)
+    if chosen is None:
+        names = sorted({each.name for each in ALL})
+        raise typer.BadParameter(f"no op {op!r}; there are: {', '.join(names)}", param_hint="--op")
     try:
-        sizes = [Shape.parse(text) for text in chosen["shapes"].split(",")]
+        sizes = parse_shapes([shape])[0] if shape else next(filter(None, chosen.shapes.values()))[0]
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shapes") from error
-    names = ["hytopk", *(n for n in _listed("rivals", chosen["rivals"], CONTENDERS) if n != "hytopk")]
-    cases = product(
-        _listed("dtypes", chosen["dtypes"], DTYPES),
-        sizes,
-        _listed("regimes", chosen["regimes"], REGIMES),
-        _listed("windows", chosen["windows"], WINDOWS),
-    )
-    _need_gpu()
-    records: list[dict[str, Any]] = []
-    for dtype, shape, regime, window in cases:
-        err.print(f"racing {shape.rows} x {shape.keys} {dtype} {regime} {window}", highlight=False)
-        case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
-        for record in race(case, names, rounds=rounds, budget_s=budget):
-            records.append(record)
-            if out is not None:
-                with out.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(record) + "\n")
-        del case
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+    entry = Entry(chosen, sizes)
+    kernels = trace(entry, torch.device("cuda", torch.cuda.current_device()), out)
     if as_json is not None:
-        as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
-    Console().print(table_of(records))
-    if any(record["status"] == "wrong" for record in records):
-        raise typer.Exit(EXIT_FAILED)
+        record = {"schema": 1, "op": entry.label, "trace": str(out), "kernels": dict(kernels)}
+        write_json(as_json, record)
+    if as_json is None or str(as_json) != "-":
+        Console(highlight=False, soft_wrap=True).print(f"{out}: {entry.label}")
+        for name, us in kernels[:12]:
+            Console(highlight=False, soft_wrap=True).print(f"{us:12,.1f} us  {name[:100]}")
 
 
-def _race_replay(out: Path | None, as_json: Path | None) -> None:
-    found = {entry.name: entry for entry in entry_points(group=RACES)}
-    module = found[Op.replay.value].load()
-    common = module.header()
-    records: list[dict[str, Any]] = []
-    table = Table(title="Replay race", caption="floors in ms; a red gate stops the race")
-    for heading in ("claim or call", "dtype", "median ms", "floors", "holds"):
-        table.add_column(heading)
-    for record in module.race():
-        records.append({**common, **record})
-        if out is not None:
-            with out.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(records[-1]) + "\n")
-        floors = ", ".join(f"{name} {value}" for name, value in record.get("floor_ms", {}).items())
-        time = f"{record['median_ms']:.3f}" if "median_ms" in record else ""
-        what = record.get("call", record["claim"])
-        table.add_row(what, record.get("dtype", ""), time, floors, str(record.get("holds", "")))
-        err.print(f"{what} {record.get('dtype', '')} {time}", highlight=False)
-    if as_json is not None:
-        as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
-    Console().print(table)
-    if not all(record.get("holds", True) for record in records):
-        raise typer.Exit(EXIT_FAILED)
+def lenient(path: Path, *, one_device: bool = True) -> tuple[list[ProfilePoint], list[str]]:
+    """The readable points of a file and its bad lines, which are named on standard error."""
+    faults: list[str] = []
+    points = read_profile(path, one_device=one_device, faults=faults)
+    for fault in faults[:5]:
+        say(fault)
+    if len(faults) > 5:
+        say(f"{path}: {len(faults) - 5} more lines that cannot be read")
+    return points, faults
 
 
-def table_of(records: list[dict[str, Any]]) -> Table:
-    """A row a contender and case; the ratio is its time over hytopk's in the same race."""
-    table = Table(
-        title="HyTopK race", caption="ratio: time over hytopk's; rate: scoring FLOPs over the whole time"
-    )
-    for heading in ("rows x keys", "dtype", "regime", "windows", "contender"):
-        table.add_column(heading)
-    for heading in ("median ms", "p20-p80", "ratio", "TFLOP/s", "extra MiB"):
-        table.add_column(heading, justify="right")
-    ours = {_case(r): r["median_ms"] for r in records if r["contender"] == "hytopk" and r["status"] == "ok"}
-    for record in records:
-        where = (
-            f"{record['rows']} x {record['keys']}",
-            record["dtype"],
-            record["regime"],
-            record["windows"],
-            record["contender"],
-        )
-        if record["status"] != "ok":
-            table.add_row(*where, record["status"], record["reason"], "", "", "")
-            continue
-        base = ours.get(_case(record))
-        table.add_row(
-            *where,
-            f"{record['median_ms']:.3f}",
-            f"{record['p20_ms']:.3f}-{record['p80_ms']:.3f}",
-            f"{record['median_ms'] / base:.2f}" if base else "",
-            f"{record['scoring_tflops']:.0f}",
-            f"{record['peak_extra_bytes'] / 2**20:.0f}",
-        )
-    return table
+def output() -> Console:
+    """Standard output: the terminal's width, or wide enough for every table where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 150)
 
 
-def _case(record: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in ("rows", "keys", "dtype", "regime", "windows"))
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """To a file, or to standard output for -."""
+    text = json.dumps(record, indent=1) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn a file that cannot be used into one line and exit code 2."""
+    try:
+        yield
+    except (ProfileError, ValueError) as error:
+        raise stop(EXIT_USAGE, str(error)) from None
+
+
+@contextmanager
+def plotting() -> Iterator[None]:
+    """Turn a missing matplotlib into one line and exit code 3."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise stop(EXIT_ENVIRONMENT, f"plots need {error.name!r}: pip install 'hyscale[simulator]'") from None
 
 
 def profile(argv: list[str]) -> int:
@@ -196,4 +219,7 @@ def profile(argv: list[str]) -> int:
         app(args=argv, prog_name="hyscale profile")
     except SystemExit as ended:
         return int(ended.code or 0)
+    except OSError as error:
+        say(str(error))
+        return EXIT_ENVIRONMENT
     return 0

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from hyscale_kernels.profiling.cases import REGIMES, Case, draw
-from hyscale_kernels.profiling.commands import RACES, profile
+from hyscale_kernels.profiling.commands import profile
 from hyscale_kernels.profiling.contenders import CONTENDERS
 from hyscale_kernels.profiling.gate import objection
 from hyscale_kernels.profiling.race import Shape
+from hyscale_kernels.profiling.race_command import RACES
 
 
 def case(dtype: str = "bf16", regime: str = "random", windows: str = "causal") -> Case:

@@ -1,0 +1,21 @@
+"""Every op the profiler knows, a module a family. To add one: declare it in its family's ``OPS``."""
+
+from ..op import Op
+from . import (
+    attention,
+    collectives,
+    copies,
+    dense_attention,
+    elementwise,
+    linears,
+    moe,
+    optimizer,
+    replay,
+    selection,
+)
+
+FAMILIES = (
+    selection, replay, attention, moe, linears, elementwise, optimizer, dense_attention, copies, collectives,
+)  # fmt: skip
+
+ALL: tuple[Op, ...] = tuple(op for family in FAMILIES for op in family.OPS)

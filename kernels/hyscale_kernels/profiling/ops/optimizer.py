@@ -1,0 +1,70 @@
+"""The optimiser: AdamW with float32 state and bf16 parameters, and the norm of the gradients.
+
+Shapes: ``rows`` parameters, ``width`` 1.
+"""
+
+import torch
+
+from .. import fused
+from ..op import Draw, Op, Shape, Work, grid, streaming
+
+FAMILY = "optimizer"
+
+
+def adamw(implementation: str) -> Op:
+    def build(inputs: Draw, shape: Shape) -> Work:
+        N = shape["rows"] * shape["width"]
+        grad, master, m = (inputs.normal(N, dtype="fp32") for _ in range(3))
+        v, out = inputs.normal(N, dtype="fp32").square_(), inputs.empty(N)
+        if implementation == "triton":
+            return Work(lambda: fused.adamw(grad, m, v, master, out, 10))
+        step = torch.tensor(10.0, device=inputs.device)
+
+        def call() -> None:
+            torch._fused_adamw_(
+                [master], [grad], [m], [v], [], [step], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1,
+                eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            out.copy_(master)
+
+        return Work(call)
+
+    ours = implementation == "triton"
+    return Op(
+        name="adamw",
+        implementation=implementation,
+        dtype="fp32",
+        regime="" if ours else "then cast",
+        family=FAMILY,
+        cost=streaming(30.0, 16.0),
+        build=build,
+        shapes={
+            "quick": grid(rows=2**26, width=1),
+            "glm-5.1": grid(rows=(2**28, 2**26, 10**9) if ours else (2**28, 2**26), width=1),
+        },
+        tiny={"rows": 1000, "width": 1},
+        efficiency=0.85,
+        compile_s=1.5,
+        triton=ours,
+    )
+
+
+def grad_norm() -> Op:
+    def build(inputs: Draw, shape: Shape) -> Work:
+        grad = inputs.normal(shape["rows"] * shape["width"], dtype="fp32")
+        return Work(lambda: torch.linalg.vector_norm(grad))
+
+    return Op(
+        name="grad_norm",
+        implementation="torch",
+        dtype="fp32",
+        family=FAMILY,
+        cost=streaming(4.0, 1.0),
+        build=build,
+        shapes={"quick": grid(rows=2**26, width=1), "glm-5.1": grid(rows=(2**28, 2**26, 10**9), width=1)},
+        tiny={"rows": 1000, "width": 1},
+        efficiency=0.8,
+    )
+
+
+OPS = (adamw("triton"), adamw("torch"), grad_norm())

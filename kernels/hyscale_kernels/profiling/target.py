@@ -1,0 +1,83 @@
+"""Anyone's kernel through the same clock.
+
+A target ``module:function`` is called as ``function(rows=4096, keys=65536)``, a shape's sizes as keywords
+(and ``seed``, if it has that parameter, to draw other inputs). It allocates what it needs and returns the
+call to time, a function without arguments.
+"""
+
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .op import Cost, Draw, Entry, Op, Shape, Work
+
+
+def parse_shapes(texts: Sequence[str]) -> list[Shape]:
+    """``rows=512:4096,keys=65536`` as every combination of its sizes. ValueError otherwise."""
+    shapes: list[Shape] = []
+    for text in texts:
+        axes: dict[str, list[int]] = {}
+        for part in text.split(","):
+            name, equals, sizes = part.partition("=")
+            values = sizes.split(":")
+            if not equals or not name.strip().isidentifier() or not all(v.strip().isdigit() for v in values):
+                raise ValueError(
+                    f"shape {text!r}: {part!r} is not NAME=SIZE or NAME=SIZE:SIZE, such as rows=512:4096"
+                )
+            axes[name.strip()] = [int(value) for value in values]
+        shapes += [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
+    return shapes
+
+
+def load(target: str) -> Callable[..., object]:
+    """The function a target names, the working directory searched too. ValueError where there is none."""
+    module_name, colon, function_name = target.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ValueError(f"target {target!r} is not MODULE:FUNCTION")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"target {target!r}: no module {error.name!r}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"target {target!r}: {module_name} has no function {function_name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def entries(
+    target: str, shapes: Sequence[Shape], *, op: str, implementation: str, dtype: str, known: Sequence[Op]
+) -> list[Entry]:
+    """Points of a target. The work of an op in ``known`` by that name and dtype is counted; no other."""
+    function = load(target)
+    seeded = "seed" in inspect.signature(function).parameters
+    like = next((each for each in known if each.name == op and each.dtype == dtype), None)
+
+    def build(inputs: Draw, shape: Shape) -> Work:
+        call = function(**shape, **({"seed": inputs.seed} if seeded else {}))
+        if not callable(call):
+            raise TypeError(f"{target} returned {type(call).__name__}; the call to time is needed")
+        return Work(call)
+
+    def cost(shape: Shape) -> Cost:
+        if like is None or not set(like.tiny) <= set(shape):
+            return Cost()
+        return like.cost(shape)
+
+    found = Op(
+        name=op,
+        implementation=implementation,
+        dtype=dtype,
+        family="target",
+        cost=cost,
+        build=build,
+        shapes={"target": shapes},
+        tiny=shapes[0] if shapes else {},
+        compile_s=5.0,
+        link=like is None,
+    )
+    return [Entry(found, shape) for shape in shapes]
