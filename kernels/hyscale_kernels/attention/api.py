@@ -12,9 +12,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..hytopk.api import NAMESPACE
-from .eager import eager_attention_mass, eager_gradients, eager_sparse_mla
-from .inputs import check_attention, check_device, check_indices, check_plan, check_shape, check_value_dim
-from .plan import ROWS, AttentionPlan
+from .backward import empty_gradients, launch_backward
+from .forward import launch_forward
+from .inputs import (
+    MAX_VALUE,
+    check_attention,
+    check_device,
+    check_indices,
+    check_plan,
+    check_shape,
+    check_value_dim,
+)
+from .mass import launch_mass
+from .plan import ROWS, AttentionPlan, chunk_rows
+from .tiles import Call
 
 KeyGradient = Literal["auto", "atomic", "fixed_point"]
 Optional = torch.Tensor | None
@@ -101,17 +112,18 @@ def attention_mass(
     return result
 
 
-def backward_workspace_bytes(T: int, S: int, Hq: int, D: int, *, fixed_point: bool) -> int:
-    """Peak bytes that a backward pass allocates beside its results.
+def backward_workspace_bytes(T: int, S: int, Hq: int, D: int, top_k: int, *, fixed_point: bool) -> int:
+    """Peak bytes that a backward pass allocates beside its results, for 16-bit q and a contiguous gradient.
 
-    The gradient of the keys in 32 bits and three numbers a row and head; fixed point adds 8 bytes a key, and
-    a float32 gradient of the keys if there is more than one pass of 8192 rows. K does not count.
+    The gradient of the keys in 32 bits; probabilities and logit gradients of a chunk of rows, 256 MiB at most
+    (or one row's); three numbers a row and head. Fixed point adds two numbers a row and head, 8 bytes a key,
+    and a float32 gradient of the keys if there is more than one pass of 8192 rows.
     """
-    even = D + D % 2
-    keys = 4 * S * (even if fixed_point else D)
-    if fixed_point:
-        keys += 8 * S + (4 * S * D if T > ROWS else 0)
-    return keys + 4 * T * Hq * (4 if fixed_point else 2)
+    weights = 4 * top_k * Hq * chunk_rows(T, Hq, top_k, 2)
+    if not fixed_point:
+        return weights + 12 * T * Hq + 4 * S * D
+    passes = 4 * S * D if T > ROWS else 0
+    return weights + 20 * T * Hq + 4 * S * (D + D % 2) + 8 * S + passes
 
 
 @torch.library.custom_op(f"{NAMESPACE}::sparse_mla", mutates_args=())
@@ -126,8 +138,9 @@ def _sparse_mla(
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_indices(indices, latent.shape[0])
-    out, log_sum_exp = eager_sparse_mla(q, latent, indices, scale=scale, value_dim=value_dim, sink=sink)
-    return out, log_sum_exp.float()
+    with torch.cuda.device_of(q):
+        call = Call(q, latent, indices, sink, scale, value_dim)
+        return launch_forward(call, AttentionPlan.from_ints(plan))
 
 
 @_sparse_mla.register_fake
@@ -161,12 +174,10 @@ def _backward(
     fixed: bool,
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dlatent, dsink = _gradients(q, latent, sink, want_dq, want_dkv)
-    found = eager_gradients(grad, q, latent, indices, out, log_sum_exp, scale, value_dim, sink)
-    for wanted, gradient in ((dq, found[0]), (dlatent, found[1]), (dsink, found[2])):
-        if wanted.numel():
-            wanted.copy_(gradient)
-    return dq, dlatent, dsink
+    with torch.cuda.device_of(q):
+        call = Call(q, latent, indices, sink, scale, value_dim)
+        sizes = AttentionPlan.from_ints(plan)
+        return launch_backward(call, grad.contiguous(), out, log_sum_exp, want_dq, want_dkv, fixed, sizes)
 
 
 @_backward.register_fake
@@ -185,16 +196,7 @@ def _(
     fixed: bool,
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _gradients(q, latent, sink, want_dq, want_dkv)
-
-
-def _gradients(
-    q: torch.Tensor, latent: torch.Tensor, sink: Optional, want_dq: bool, want_dkv: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unwritten gradients of q, latent and sink, without rows where none is wanted."""
-    dq = q.new_empty(q.shape if want_dq else (0, *q.shape[1:]))
-    dlatent = latent.new_empty(latent.shape if want_dkv else (0, latent.shape[1]))
-    return dq, dlatent, q.new_empty((0 if sink is None else q.shape[1],), dtype=torch.float32)
+    return empty_gradients(q, latent, sink, want_dq, want_dkv, q.dtype)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attention_mass", mutates_args=())
@@ -208,7 +210,10 @@ def _attention_mass(
     plan: list[int],
 ) -> torch.Tensor:
     check_indices(indices, latent.shape[0])
-    return eager_attention_mass(q, latent, indices, log_sum_exp, scale=scale, sink=sink).float()
+    with torch.cuda.device_of(q):
+        # Without a value of its own, the key splits where tiles fit best.
+        call = Call(q, latent, indices, sink, scale, min(q.shape[2], MAX_VALUE))
+        return launch_mass(call, log_sum_exp, AttentionPlan.from_ints(plan))
 
 
 @_attention_mass.register_fake

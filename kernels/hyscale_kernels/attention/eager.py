@@ -43,36 +43,6 @@ def eager_attention_mass(
     return _probabilities(logits, log_sum_exp, sink).sum(dim=1)
 
 
-def eager_gradients(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    indices: torch.Tensor,
-    out: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    scale: float,
-    value_dim: int,
-    sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, latent and sink (float32 or wider) for ``grad`` [T, Hq, Dv] of ``eager_sparse_mla``."""
-    logits, keys = _logits(q, latent, indices, scale)
-    wide = logits.dtype
-    q, keys, grad, out = (each.to(wide) for each in (q, keys, grad, out))
-    p = _probabilities(logits, log_sum_exp, sink)
-    delta = (grad * out).sum(dim=2)
-    da = p * (torch.einsum("thv,tkv->thk", grad, keys[..., :value_dim]) - delta[..., None]) * scale
-    added = torch.einsum("thk,thd->tkd", da, q)
-    added[..., :value_dim] += torch.einsum("thk,thv->tkv", p, grad)
-    used = indices >= 0
-    dlatent = torch.zeros(latent.shape, dtype=wide, device=q.device)
-    dlatent.index_add_(0, indices[used].long(), added[used])
-    dsink = q.new_zeros(q.shape[1])
-    if sink is not None:
-        total = torch.logaddexp(log_sum_exp, sink)
-        dsink = -(torch.exp(sink - total) * delta).sum(dim=0)
-    return torch.einsum("thk,tkd->thd", da, keys), dlatent, dsink
-
-
 def _logits(
     q: torch.Tensor, latent: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
