@@ -1,0 +1,22 @@
+"""Training a small language model with sparse-attention layers: the run, its text, checkpoints."""
+
+from .checkpoint import CheckpointError, load, save
+from .config import PRESETS, Phase, RunConfig, first_layers
+from .text import Text, draw, library_text
+from .trainer import StepResult, Trainer, retargeted
+
+__all__ = [
+    "PRESETS",
+    "CheckpointError",
+    "Phase",
+    "RunConfig",
+    "StepResult",
+    "Text",
+    "Trainer",
+    "draw",
+    "first_layers",
+    "library_text",
+    "load",
+    "retargeted",
+    "save",
+]

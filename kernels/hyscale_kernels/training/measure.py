@@ -1,0 +1,209 @@
+"""Measuring steps in several modes, in turns, and how long a sequence fits.
+
+Shape letters: T rows, S keys, H indexer heads, D indexer head size.
+"""
+
+import gc
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ..layer import ContextParallel, LayerConfig, PartTimer, Rows
+from ..layer.config import SelectionName
+from ..layer.indexer import Projections, scored
+from ..layer.selection import select
+
+GIB = 2**30
+TABLES = (GIB, 4 * GIB, 8 * GIB, 16 * GIB)  # chunks of the score table that are tried
+SHARE = 16  # candidates are timed on every 16th part of a sequence: its middle rows
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """How a score table is best materialised here, and the milliseconds of everything that was tried."""
+
+    selection: SelectionName
+    table_bytes: int
+    tried: dict[str, float | str]
+
+
+def best_baseline(
+    layer: LayerConfig, sequence: int, device: torch.device, tables: Sequence[int] = TABLES
+) -> Baseline:
+    """The fastest materialised selection of random operands, over the rows in the middle of a sequence.
+
+    PyTorch with each size of the table; DeepGEMM with FlashInfer where both are installed and the indexer is
+    fp8 (its table has the one size that the two were seen to run well with). RuntimeError if none runs.
+    """
+    indexer, dtype = layer.shape.indexer, layer.dtype
+    unit = SHARE * indexer.key_ratio
+    whole = max(unit, sequence // unit * unit)
+    rows = Rows.of(whole, ratio=indexer.key_ratio, num_ranks=SHARE, rank=SHARE // 2, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    T, S, H, D = rows.num_rows, rows.num_keys, indexer.heads, indexer.head_dim
+    operands = scored(layer, Projections(normal(T, H, D).to(dtype), normal(S, D).to(dtype), normal(T, H)))
+    candidates: list[tuple[SelectionName, int]] = [("materialised", table) for table in tables]
+    if layer.indexer_dtype == "fp8" and all(map(importlib.util.find_spec, ("deep_gemm", "flashinfer"))):
+        candidates.append(("deepgemm+flashinfer", layer.table_bytes))
+    best: tuple[float, SelectionName, int] | None = None
+    tried: dict[str, float | str] = {}
+    for selection, table in candidates:
+        config = _with(layer, selection, table)
+        name = selection if selection != "materialised" else f"torch, table of {table / GIB:g} GiB"
+        took = None
+        try:
+            select(config, operands, rows)
+            took = min(_timed(partial(select, config, operands, rows), device) for _ in range(2))
+        except torch.OutOfMemoryError:
+            tried[name] = "out of memory"
+        clear(device)
+        if took is None:
+            continue
+        tried[name] = took
+        if best is None or took < best[0]:
+            best = (took, selection, table)
+    if best is None:
+        raise RuntimeError(f"no materialised selection of {whole} positions runs here: {tried}")
+    return Baseline(best[1], best[2], tried)
+
+
+def agreed(baseline: Baseline, context: ContextParallel | None) -> Baseline:
+    """Rank 0's choice, on every rank."""
+    if context is None:
+        return baseline
+    box: list[Any] = [baseline]
+    root = distributed.get_global_rank(context.group, 0)
+    distributed.broadcast_object_list(box, src=root, group=context.group)
+    chosen: Baseline = box[0]
+    return chosen
+
+
+@dataclass
+class Turns:
+    """Samples of several modes that take turns."""
+
+    samples: dict[str, list[Any]]
+    faults: dict[str, str]
+
+
+def in_turns(
+    calls: dict[str, Callable[[], Any]],
+    *,
+    warmups: int,
+    rounds: int,
+    go_on: Callable[[], bool] = lambda: True,
+    device: torch.device,
+) -> Turns:
+    """Run each call ``warmups`` + ``rounds`` times, in an order that rotates; keep what the rounds return.
+
+    A call that runs out of memory is left out from then on, and the reason kept. ``go_on`` is asked before
+    every round but the first; every rank must answer alike.
+    """
+    turns = Turns({name: [] for name in calls}, {})
+    names = list(calls)
+    for turn in range(warmups + rounds):
+        if turn > warmups and not go_on():
+            break
+        first = turn % len(names)
+        for name in [each for each in names[first:] + names[:first] if each not in turns.faults]:
+            result = None
+            try:
+                result = calls[name]()
+            except torch.OutOfMemoryError as error:
+                turns.faults[name] = f"out of memory: {str(error).splitlines()[0][:200]}"
+            if name in turns.faults:  # the error is gone by now, and with it the frames that held tensors
+                clear(device)
+                continue
+            if turn >= warmups:
+                turns.samples[name].append(result)
+    for name in turns.faults:
+        del turns.samples[name]
+    return turns
+
+
+def longest(
+    peak: Callable[[int], int | None], *, start: int, unit: int, capacity: int, limit: int, tries: int = 4
+) -> tuple[int, list[tuple[int, int | None]]]:
+    """The longest length, a multiple of ``unit``, that fits ``capacity`` bytes; and what was tried.
+
+    ``peak(length)`` runs a step and gives its peak bytes, None if it ran out of memory. Memory is a line in
+    the length, so two short lengths predict the longest, which is then tried and lowered by a sixteenth until
+    it fits. 0 if nothing was seen to fit.
+    """
+    start = max(unit, start // unit * unit)
+    tried: list[tuple[int, int | None]] = []
+
+    def run(length: int) -> int | None:
+        tried.append((length, peak(length)))
+        return tried[-1][1]
+
+    short, double = run(start), run(2 * start)
+    if short is None or double is None:
+        return (start if short is not None else 0), tried
+    slope = max((double - short) / start, 1e-9)
+    guess = min(limit, int((capacity - short) / slope) + start)
+    fits = 2 * start
+    for _ in range(tries):
+        guess = guess // unit * unit
+        if guess <= fits:
+            break
+        if run(guess) is not None:
+            fits = guess
+            break
+        guess = min(guess - unit, guess * 15 // 16)
+    return fits, tried
+
+
+def median_parts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means by part of several steps, rounded to microseconds: unlike medians, they add up to the mean."""
+    names = sorted({name for each in parts for name in each})
+    return {name: round(statistics.fmean(each.get(name, 0.0) for each in parts), 3) for name in names}
+
+
+def over_ranks(value: Any, context: ContextParallel | None) -> list[Any]:
+    """``value`` of every rank, on every rank."""
+    if context is None:
+        return [value]
+    found: list[Any] = [None] * context.size
+    distributed.all_gather_object(found, value, group=context.group)
+    return found
+
+
+def clear(device: torch.device) -> None:
+    """Give back what a failed or finished step left allocated."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Bit-equal gradients inside; cuBLAS needs CUBLAS_WORKSPACE_CONFIG set before CUDA starts."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _with(layer: LayerConfig, selection: SelectionName, table_bytes: int) -> LayerConfig:
+    return replace(layer, selection=selection, recompute="full", table_bytes=table_bytes)
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    timer = PartTimer(device)
+    timer.start()
+    call()
+    return sum(timer.report().values())
