@@ -37,6 +37,11 @@ def as_shape(dimensions: Mapping[str, int]) -> Shape:
     return tuple(sorted(dimensions.items()))
 
 
+def shape_text(shape: Mapping[str, int] | Shape) -> str:
+    """``rows=4096 keys=65536``: a shape for people."""
+    return " ".join(f"{name}={size}" for name, size in dict(shape).items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePoint:
     """One measured call.

@@ -160,7 +160,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     r_scale = x.new_empty((ceil_div(W, TILE), N), dtype=torch.float32)
     c_scale = x.new_empty((ceil_div(N, TILE), W), dtype=torch.float32)
     _quantise_kernel[(ceil_div(N, TILE), ceil_div(W, TILE))](
-        x, rows, columns, r_scale, c_scale, N, W, TILE=TILE, num_warps=8
+        x, rows, columns, r_scale, c_scale, N, W, TILE=TILE, num_warps=16
     )
     return rows, columns, r_scale, c_scale
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hyscale_ref.profile import shape_text
+
 Shape = Mapping[str, int]
 Call = Callable[[], object]
 
@@ -170,11 +172,6 @@ class Entry:
     @property
     def label(self) -> str:
         return f"{self.op.label} {shape_text(self.shape)}"
-
-
-def shape_text(shape: Shape | Sequence[tuple[str, int]]) -> str:
-    """``rows=4096 keys=65536``."""
-    return " ".join(f"{name}={size}" for name, size in dict(shape).items())
 
 
 def grid(**axes: int | Sequence[int]) -> list[Shape]:

@@ -7,10 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from hyscale_ref.profile import ProfilePoint
+from hyscale_ref.profile import ProfilePoint, shape_text
 
 from .compare import APART, Comparison, Pair
-from .op import shape_text
 
 OK, AMBER = "ok", "dark_orange3"
 

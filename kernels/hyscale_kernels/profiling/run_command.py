@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hyscale_ref.profile import ProfileError, ProfilePoint, ProfileWriter, read_profile
+from hyscale_ref.profile import ProfileError, ProfilePoint, ProfileWriter, read_profile, shape_text
 
 from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, err, need_gpu, say, stop
 
@@ -167,7 +167,7 @@ def finish(out: Path, summary: "Summary", as_json: Path | None) -> None:
     for label, reason in summary.left_out.items():
         say(f"left out: {label} {reason}")
     for point in summary.failed:
-        say(f"failed: {point.op} {dict(point.shape)}: {point.error}")
+        say(f"failed: {point.op} {shape_text(point.shape)}: {point.error}")
     if as_json is not None:
         record = {
             "schema": 1,
@@ -217,8 +217,6 @@ def plan(wanted: "Sequence[Entry]", name: str, as_json: Path | None) -> None:
         table.add_column(
             heading, justify="right" if heading in ("points", "seconds") else "left", overflow="fold"
         )
-    from .op import shape_text
-
     for label, members in grouped.items():
         total = sum(estimate_s(entry) for entry in members)
         table.add_row(label, str(len(members)), f"{total:.1f}", shape_text(members[0].shape))
