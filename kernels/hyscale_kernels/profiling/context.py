@@ -123,7 +123,7 @@ def plot(path: Path, out: Path) -> list[tuple[int, float]]:
     ratios = [(mine.keys, theirs.ms / mine.ms) for mine, theirs in zip(ours, rivals, strict=True)]
     from . import figures
 
-    title = "The 2,048 best keys of each query: 32 heads of 128, random scores (bands: p20 to p80)"
+    title = "The 2,048 best keys of each query: 32 heads of 128, random scores\n(bands: p20 to p80)"
     figures.context(curves, floors, (ratios, f"{rival}\nover HyTopK"), title, out)
     return ratios
 

@@ -19,7 +19,7 @@ from ..provenance import environment
 from .op import Work
 from .timing import FLUSH_BYTES, SPIN_CYCLES
 
-MEASURED_SOURCES = ("baselines", "hytopk", "indexer", "profiling", "replay")
+MEASURED_SOURCES = ("attention", "baselines", "hytopk", "indexer", "profiling", "replay")
 LEAST_SAMPLES, MOST_SAMPLES = 15, 60
 STEADY = 0.004  # standard error of the median, over the median, at which sampling stops
 ASK_S = 2.0  # between two calls of nvidia-smi
@@ -131,9 +131,10 @@ class CudaMachine:
         return begin, end
 
     def clock_mhz(self) -> float | None:
+        """NVML's, where its package is installed; else nvidia-smi's, which is slow and asked now and then."""
         try:
-            return float(torch.cuda.clock_rate(self.device))
-        except (ModuleNotFoundError, RuntimeError):  # without NVML's package
+            return float(torch.cuda.clock_rate(self.device)) or None
+        except Exception:  # no package, no driver, or an error of NVML's own type: ask the other way
             if time.monotonic() - self._asked < ASK_S:
                 return None
             self._asked = time.monotonic()

@@ -1,4 +1,8 @@
-"""Collectives: a process a GPU, all timing the same points in step; the slowest rank's time counts."""
+"""Collectives: a process a GPU, all timing the same points in step.
+
+Ranks never start a collective at the same moment, and those that come early wait in it. The last one to come
+waits for nobody, so a sample is the shortest of the ranks' times.
+"""
 
 import os
 import queue as queues
@@ -29,7 +33,7 @@ Wanted = Sequence[tuple[str, dict[str, int]]]
 
 
 class Ranks:
-    """This rank's GPU, in step with the others: every sample is the slowest rank's."""
+    """This rank's GPU, in step with the others: every sample is that of the rank that waited least."""
 
     def __init__(self, machine: CudaMachine) -> None:
         self.device, self._machine = machine.device, machine
@@ -46,9 +50,9 @@ class Ranks:
         for sample in range(SAMPLES):
             dist.barrier()
             times += self._machine.sample(works[sample % len(works)])
-        slowest = torch.tensor(times, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return Measurement(slowest.tolist())
+        shortest = torch.tensor(times, device=self.device)
+        dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
+        return Measurement(shortest.tolist())
 
     def clock_mhz(self) -> float | None:
         return self._machine.clock_mhz()

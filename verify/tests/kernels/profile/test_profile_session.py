@@ -140,11 +140,11 @@ def test_an_op_that_keeps_failing_is_left(tools: Any) -> None:
 def test_out_of_memory_frees_the_device_and_other_shapes_are_tried(tools: Any) -> None:
     machine, sink = tools.Machine(), tools.Memory()
     huge = tools.op(
-        "huge", raises=lambda: torch.OutOfMemoryError("tried to allocate 300 GiB"), sizes=range(6)
+        "huge", raises=lambda: torch.OutOfMemoryError("tried to allocate 300 GiB"), sizes=range(4)
     )
     summary = session(tools, machine, tools.entries(huge), sink).run()
-    assert len(summary.failed) == 6
-    assert machine.cleared == 6
+    assert len(summary.failed) == 4
+    assert machine.cleared == 4
     assert "OutOfMemoryError: tried to allocate 300 GiB" in summary.failed[0].error
 
 
