@@ -5,9 +5,7 @@ Shape letters: T rows, S keys, H indexer heads, D indexer head size.
 
 import gc
 import importlib.util
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,12 +33,18 @@ class Baseline:
 
 
 def best_baseline(
-    layer: LayerConfig, sequence: int, device: torch.device, tables: Sequence[int] = TABLES
+    layer: LayerConfig,
+    sequence: int,
+    device: torch.device,
+    tables: Sequence[int] = TABLES,
+    *,
+    rivals: bool = True,
 ) -> Baseline:
     """The fastest materialised selection of random operands, over the rows in the middle of a sequence.
 
-    PyTorch with each size of the table; DeepGEMM with FlashInfer where both are installed and the indexer is
-    fp8 (its table has the one size that the two were seen to run well with). RuntimeError if none runs.
+    PyTorch with each size of the table; if ``rivals``, DeepGEMM with FlashInfer where both are installed and
+    the indexer is fp8 (its table has the one size that the two were seen to run well with). RuntimeError if
+    none runs.
     """
     indexer, dtype = layer.shape.indexer, layer.dtype
     unit = SHARE * indexer.key_ratio
@@ -54,7 +58,8 @@ def best_baseline(
     T, S, H, D = rows.num_rows, rows.num_keys, indexer.heads, indexer.head_dim
     operands = scored(layer, Projections(normal(T, H, D).to(dtype), normal(S, D).to(dtype), normal(T, H)))
     candidates: list[tuple[SelectionName, int]] = [("materialised", table) for table in tables]
-    if layer.indexer_dtype == "fp8" and all(map(importlib.util.find_spec, ("deep_gemm", "flashinfer"))):
+    installed = all(map(importlib.util.find_spec, ("deep_gemm", "flashinfer")))
+    if rivals and installed and layer.indexer_dtype == "fp8":
         candidates.append(("deepgemm+flashinfer", layer.table_bytes))
     best: tuple[float, SelectionName, int] | None = None
     tried: dict[str, float | str] = {}
@@ -76,17 +81,6 @@ def best_baseline(
     if best is None:
         raise RuntimeError(f"no materialised selection of {whole} positions runs here: {tried}")
     return Baseline(best[1], best[2], tried)
-
-
-def agreed(baseline: Baseline, context: ContextParallel | None) -> Baseline:
-    """Rank 0's choice, on every rank."""
-    if context is None:
-        return baseline
-    box: list[Any] = [baseline]
-    root = distributed.get_global_rank(context.group, 0)
-    distributed.broadcast_object_list(box, src=root, group=context.group)
-    chosen: Baseline = box[0]
-    return chosen
 
 
 @dataclass
@@ -165,12 +159,6 @@ def longest(
     return fits, tried
 
 
-def median_parts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means by part of several steps, rounded to microseconds: unlike medians, they add up to the mean."""
-    names = sorted({name for each in parts for name in each})
-    return {name: round(statistics.fmean(each.get(name, 0.0) for each in parts), 3) for name in names}
-
-
 def over_ranks(value: Any, context: ContextParallel | None) -> list[Any]:
     """``value`` of every rank, on every rank."""
     if context is None:
@@ -180,22 +168,16 @@ def over_ranks(value: Any, context: ContextParallel | None) -> list[Any]:
     return found
 
 
+def rank_0_says(value: Any, context: ContextParallel | None) -> Any:
+    """Rank 0's ``value``, on every rank: for decisions that depend on the time."""
+    return over_ranks(value, context)[0]
+
+
 def clear(device: torch.device) -> None:
     """Give back what a failed or finished step left allocated."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Bit-equal gradients inside; cuBLAS needs CUBLAS_WORKSPACE_CONFIG set before CUDA starts."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _with(layer: LayerConfig, selection: SelectionName, table_bytes: int) -> LayerConfig:

@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import start_processes
 from ..layer import ContextParallel
 from ..layer.rows import Split
 
-PATIENCE = timedelta(minutes=5)
+PATIENCE = timedelta(minutes=3)
 
 
 def start(function: Callable[..., None], size: int, *arguments: Any) -> None:

@@ -145,8 +145,7 @@ class Trainer:
         """(cross entropy, KL of each layer) of text that is never trained on, in the phase's stage."""
         total: list[list[float]] = []
         for number in range(batches):
-            batch = self._batch(phase, number, held_out=True)
-            rows = self._rows(batch, phase)
+            batch, rows = self.held_out(phase, number)
             tokens, targets = (rows.of_sequence(each).to(self.device) for each in batch[:2])
             losses = self.model(tokens, targets, Step(rows=rows, context=self.context, stage=phase.stage))
             language, kl = self._over_ranks(losses.language, losses.indexer)
@@ -164,8 +163,7 @@ class Trainer:
         def look(seen: Observation) -> None:
             found[seen.layer] = attention_recall(seen, sample=sample)
 
-        batch = self._batch(phase, 0, held_out=True)
-        rows = self._rows(batch, phase)
+        batch, rows = self.held_out(phase)
         tokens = rows.of_sequence(batch.tokens).to(self.device)
         self.model.observe(tokens, Step(rows=rows, context=self.context), look)
         if self.context is None:
@@ -174,6 +172,11 @@ class Trainer:
         seen = self.context.sum_over_ranks((~table.isnan()).float())
         table = self.context.sum_over_ranks(table.nan_to_num(0)) / seen
         return {layer: Recall(*row) for layer, row in zip(sorted(found), table.tolist(), strict=True)}
+
+    def held_out(self, phase: Phase, number: int = 0) -> tuple[Batch, Rows]:
+        """A sequence that is never trained on, and this rank's rows of it."""
+        batch = self._batch(phase, number, held_out=True)
+        return batch, self._rows(batch, phase)
 
     def _batch(self, phase: Phase, step: int, held_out: bool = False) -> Batch:
         return draw(
