@@ -4,6 +4,7 @@ from .attention import DsaAttention, LayerOutput, Observation
 from .config import LayerConfig, Step
 from .context_parallel import ContextParallel
 from .model import Decoder, DecoderConfig, Losses, next_tokens
+from .recompute import recomputed
 from .rows import Rows
 from .statistics import Recall, attention_recall
 from .timer import PartTimer, part
@@ -24,4 +25,5 @@ __all__ = [
     "attention_recall",
     "next_tokens",
     "part",
+    "recomputed",
 ]

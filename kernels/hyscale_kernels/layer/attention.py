@@ -58,16 +58,18 @@ class Observation:
 class DsaAttention(nn.Module):
     """One layer's attention over x [T, hidden], the rows of a rank.
 
-    ``number`` is its place in the model; a layer that is not in ``shape.selecting_layers`` has no indexer and
-    attends to the keys that its source layer selected. The module holds parameters and nothing else: all that
-    belongs to a microbatch comes with the call and leaves with its result.
+    ``number`` is its place in the model (default: the first layer that selects). A layer that is not in
+    ``shape.selecting_layers`` has no indexer and attends to the keys that its source layer selected. The
+    module holds parameters and nothing else: all that belongs to a microbatch comes with the call and leaves
+    with its result.
     """
 
-    def __init__(self, config: LayerConfig, number: int = 0) -> None:
+    def __init__(self, config: LayerConfig, number: int | None = None) -> None:
         super().__init__()
         shape, block = config.shape, config.row_block
-        self.config, self.number = config, number
-        self.source = shape.source_layer(number)
+        self.config = config
+        self.number = shape.selecting_layers[0] if number is None else number
+        self.source = shape.source_layer(self.number)
         self.q_down = Linear(shape.hidden, shape.q_lora_rank, block)
         self.q_norm = RMSNorm(shape.q_lora_rank, shape.norm_eps)
         self.q_up = Linear(shape.q_lora_rank, shape.heads * config.query_dim, block)
@@ -175,6 +177,7 @@ class DsaAttention(nn.Module):
             step.observer(
                 Observation(self.number, q, latent, indices, log_sum_exp, index, rows, config.scale)
             )
+            return attended, torch.zeros((), device=q.device)  # who looks on asks for no loss
 
         def learn() -> torch.Tensor:
             mass = attention_mass(

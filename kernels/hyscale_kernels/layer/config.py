@@ -1,13 +1,17 @@
 """What a layer is and how it runs, in one frozen dataclass; and what one call of it is given."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from hyscale_ref.shapes import ModelShape
 
+from ..attention.inputs import MAX_HEADS as MAX_QUERY_HEADS
+from ..attention.inputs import MAX_REST, MAX_VALUE
+from ..hytopk.api import MAX_HEAD_SIZE, MAX_HEADS
+from ..hytopk.plan import MAX_TOP_K
 from .rows import Rows
 from .timer import PartTimer
 
@@ -20,8 +24,6 @@ Recompute = Literal["none", "full", "full+replay"]
 IndexerDtype = Literal["as layer", "fp8"]
 Stage = Literal["sparse", "warmup"]
 
-MATERIALISED = ("materialised", "deepgemm+flashinfer")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
@@ -32,7 +34,8 @@ class LayerConfig:
                        "deepgemm+flashinfer": a score table by DeepGEMM, selected by FlashInfer (fp8 only)
     recompute          of each layer, in the sparse stage. "none": keep activations; "full": keep the layer's
                        input, and select again; "full+replay": keep the input and the packed selection
-    dtype              of activations and products; parameters are float32. float32 on a CPU only
+    dtype              of activations and products, torch.bfloat16, or on a CPU torch.float32; parameters are
+                       float32
     indexer_dtype      "as layer", or "fp8": the selection and the sparse loss see e4m3 queries and keys
     kl_coefficient     of the indexer's loss, a mean over rows
     temperature        of the indexer's softmax in that loss
@@ -64,8 +67,9 @@ class LayerConfig:
         _one_of("selection", self.selection, get_args(SelectionName))
         _one_of("recompute", self.recompute, get_args(Recompute))
         _one_of("indexer_dtype", self.indexer_dtype, get_args(IndexerDtype))
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"dtype: {self.dtype}; allowed: bfloat16, float16, float32 (on a CPU)")
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype: {self.dtype}; allowed: torch.bfloat16, torch.float32 (on a CPU)")
+        _check_kernels(self.shape)
         if self.recompute == "full+replay" and self.selection != "hytopk":
             raise ValueError(
                 f"recompute: 'full+replay' with selection {self.selection!r}; allowed: with 'hytopk', whose "
@@ -103,7 +107,7 @@ class LayerConfig:
         return float(self.query_dim**-0.5)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
     """What one forward pass runs under; the same for all layers of a microbatch.
 
@@ -117,17 +121,35 @@ class Step:
     rows: Rows
     context: "ContextParallel | None" = None
     stage: Stage = "sparse"
-    timer: PartTimer | None = field(default=None, compare=False)
+    timer: PartTimer | None = None
     observer: "Callable[[Observation], None] | None" = None
 
     def __post_init__(self) -> None:
         _one_of("stage", self.stage, get_args(Stage))
-        ranks = 1 if self.context is None else self.context.size
-        if self.rows.num_ranks != ranks:
+        rows, context = self.rows, self.context
+        theirs = (rows.num_ranks, rows.rank, rows.split)
+        ours = (1, 0, rows.split) if context is None else (context.size, context.rank, context.split)
+        if theirs != ours:
             raise ValueError(
-                f"rows: of {self.rows.num_ranks} rank(s); allowed with this context: of {ranks}. Make them "
-                "with ContextParallel.rows, or Rows.of for one rank"
+                f"rows: of (ranks, rank, split) = {theirs}; allowed with this context: {ours}. Make them "
+                "with ContextParallel.rows, or with Rows.of for one rank"
             )
+
+
+def _check_kernels(shape: ModelShape) -> None:
+    """Refuse sizes that no kernel takes when the layer is described, not in the middle of a step."""
+    rest = shape.latent_dim - shape.value_dim
+    limits = (
+        ("heads", shape.heads, 1, MAX_QUERY_HEADS),
+        ("value_dim", shape.value_dim, 1, MAX_VALUE),
+        ("latent_dim - value_dim", rest, 0, MAX_REST),
+        ("indexer.heads", shape.indexer.heads, 1, MAX_HEADS),
+        ("indexer.head_dim", shape.indexer.head_dim, 1, MAX_HEAD_SIZE),
+        ("indexer.top_k", shape.indexer.top_k, 1, MAX_TOP_K),
+    )
+    for name, value, low, high in limits:
+        if not low <= value <= high:
+            raise ValueError(f"shape: {name} of {shape.name} is {value}; allowed: {low} to {high}")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

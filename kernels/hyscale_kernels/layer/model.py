@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .attention import DsaAttention, Observation
-from .config import LayerConfig, Step
+from .config import LayerConfig, Recompute, Step
 from .linear import Linear, RMSNorm
 from .recompute import recomputed
 from .selection import Carrier
@@ -56,10 +56,10 @@ class DecoderConfig:
 
 
 class Losses(NamedTuple):
-    """Of these rows, but divided by what the whole sequence has, so that ranks add up.
+    """Of these rows, divided by the S rows of the whole sequence, so that the losses of ranks add up.
 
     total     what to call ``backward`` on: language + indexer.sum(); in the warm-up stage indexer.sum() alone
-    language  cross entropy, a mean over the targets that count
+    language  cross entropy: the sum over targets that count, divided by S
     indexer   [L], each layer's KL divergence times its coefficient, a mean over rows; 0 where a layer shares
     """
 
@@ -135,22 +135,19 @@ class Decoder(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, step: Step) -> Losses:
         """Losses of the rows ``step.rows``, given their tokens and targets, int64 [T].
 
-        A target of -100 does not count. ``total`` carries the gradient. The mean of ``language`` is over S:
-        the whole sequence counts, and targets that do not count contribute nothing.
+        A target of -100 does not count. ``total`` alone carries a gradient.
         """
         self._check(tokens, targets, step)
         train = torch.is_grad_enabled() and step.stage == "sparse"
         with torch.set_grad_enabled(train):
             x = region(step.timer, "head", self._embed, tokens)
-        losses, carriers = [], dict[int, Carrier]()
+        losses = []
+        how: Recompute = "none" if step.stage == "warmup" else self.config.layer.recompute
+        selection: Carrier | None = None
         for number, block in enumerate(self.layers()):
-            source = block.attention.source
-            shared = None if source == number else carriers.get(source)  # none in the warm-up stage
-            how = "none" if step.stage == "warmup" else self.config.layer.recompute
-            x, loss, selection = recomputed(how, f"layer {number}", block, x, step, shared)
+            selection = None if block.attention.selects else selection
+            x, loss, selection = recomputed(how, f"layer {number}", block, x, step, selection)
             losses.append(loss)
-            if selection is not None and self._last_use(number) > number:
-                carriers[number] = selection
         indexer = torch.stack(losses)
         with torch.set_grad_enabled(train):
             language = region(step.timer, "head", self._language_loss, x, targets, step.rows.num_positions)
@@ -166,14 +163,9 @@ class Decoder(nn.Module):
         """
         step = replace(step, observer=observer, stage="sparse")
         self._check(tokens, None, step)
-        x, carriers = self._embed(tokens), dict[int, Carrier]()
-        for number, block in enumerate(self.layers()):
-            source = block.attention.source
-            x, _, selection = block(x, step, None if source == number else carriers[source])
-            carriers[source] = selection
-
-    def _last_use(self, source: int) -> int:
-        return max(n for n, block in enumerate(self.layers()) if block.attention.source == source)
+        x, selection = self._embed(tokens), None
+        for block in self.layers():
+            x, _, selection = block(x, step, None if block.attention.selects else selection)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return functional.embedding(tokens, self.embedding).to(self.config.layer.dtype)

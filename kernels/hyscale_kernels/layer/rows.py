@@ -20,7 +20,7 @@ from ..windows import Windows
 Split = Literal["contiguous", "zigzag"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Rows of one rank; make them with :meth:`of`.
 

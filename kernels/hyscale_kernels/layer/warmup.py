@@ -1,15 +1,16 @@
 """The warm-up stage: dense attention, and the indexer's loss over all visible keys, in tiles.
 
-The main attention is a constant teacher here. Its distribution over the keys j that row t sees, the mean over
-heads, is the target; the softmax of the indexer's scores is the prediction:
+The main attention is a constant teacher here. Its distribution over the keys j that row t sees, summed over
+heads and made to sum to 1, is the target; the softmax of the indexer's scores is the prediction:
 
-    p[t, j] = mean_h exp(a[t, h, j] - A[t, h])       a: logits, A: their log-sum-exp
+    p[t, j] = sum_h exp(a[t, h, j] - A[t, h]) / M[t]       a: logits, A: their log-sum-exp with the sink
     loss    = sum_t sum_j p[t, j] (log p[t, j] - s[t, j] / temperature + L[t])
 
-with L[t] the log-sum-exp of s[t] / temperature. A first pass over the keys finds the output and A, a second
-one L, and a third makes the logits again and adds up the loss and its gradients in q, k and w. So the largest
-thing that ever exists is one tile, rows x heads x keys logits, never S x S anything. The gradients of a sum
-need not wait for the backward pass: they are kept, [T, H, Di] + [S, Di] + [T, H], and scaled there.
+with L[t] the log-sum-exp of s[t] / temperature, and M[t] what the sinks leave to the keys (the number of
+heads, without sinks). A first pass over the keys finds the output, A and M, a second one L, and a third makes
+the logits again and adds up the loss and its gradients in q, k and w. So the largest thing that ever exists
+is one tile, rows x heads x keys logits, never S x S anything. The gradients of a sum need not wait for the
+backward pass: they are kept, [T, H, Di] + [S, Di] + [T, H], and scaled there.
 
 Shape letters: T rows, S keys, Hq query heads, D their key size, Dv value size, H indexer heads, Di their
 size, R rows and N keys of a tile.
@@ -66,9 +67,8 @@ def dense_warmup(
     """Dense latent attention of q [T, Hq, D] over latent [S, D], and coefficient * the indexer's loss.
 
     The loss is differentiable in ``index`` (q [T, H, Di], k [S, Di], w [T, H], not quantised) and in nothing
-    else; it is zero without one. A row that sees no key gives zeros and no loss. A sink takes its share of
-    the output; the target is what is left, made to sum to 1. Products take the tensors' dtype and add in
-    float32; the rest is float32.
+    else; it is zero without one. A row that sees no key gives zeros and no loss. Products take
+    the tensors' dtype and add in float32; the rest is float32.
     """
     sizes = Dimensions(rows, scale, value_dim, coefficient, temperature, tile_bytes)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _DenseWarmup.apply
@@ -98,7 +98,7 @@ class _DenseWarmup(torch.autograd.Function):
             return teacher.out, loss
         student = _Student(q, latent, sink, sizes, Projections(index_q, index_k, index_w))
         for block, tiles in student.blocks():
-            student.learn(block, tiles, student.attend(block, tiles))
+            student.learn(block, tiles, *student.attend(block, tiles))
         ctx.save_for_backward(student.dq.to(index_q.dtype), student.dk.to(index_k.dtype), student.dw)
         ctx.mark_non_differentiable(student.out)
         return student.out, student.loss
@@ -131,8 +131,8 @@ class _Teacher:
         for block, keys in self.sizes.rows.blocks(R):
             yield block, [slice(low, min(low + N, keys)) for low in range(0, keys, N)]
 
-    def attend(self, block: slice, tiles: list[slice]) -> torch.Tensor:
-        """Writes the block's output; gives A [R, Hq], 0 where a row sees no key."""
+    def attend(self, block: slice, tiles: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the block's output; gives A [R, Hq] (anything where a row sees no key) and M [R]."""
         R, Hq, _ = self.q[block].shape
         device = self.q.device
         top = torch.full((R, Hq), NEVER, device=device)
@@ -150,8 +150,9 @@ class _Teacher:
             top = higher
         ground = _finite(top)
         whole = total if self.sink is None else total + (self.sink - ground).exp()
-        self.out[block] = (out / whole.masked_fill(whole == 0, 1)[..., None]).to(self.out.dtype)
-        return ground + total.masked_fill(total == 0, 1).log()
+        whole = whole.masked_fill(whole == 0, 1)
+        self.out[block] = (out / whole[..., None]).to(self.out.dtype)
+        return ground + whole.log(), (total / whole).sum(dim=1)
 
     def seen(self, block: slice, tile: slice) -> torch.Tensor:
         """Which keys of the tile each row sees, bool [R, N]."""
@@ -184,7 +185,7 @@ class _Student(_Teacher):
         self.dk = torch.zeros_like(index.k, dtype=torch.float32)
         self.dw = torch.zeros_like(index.w)
 
-    def learn(self, block: slice, tiles: list[slice], log_sum: torch.Tensor) -> None:
+    def learn(self, block: slice, tiles: list[slice], log_sum: torch.Tensor, mass: torch.Tensor) -> None:
         """Adds the block's loss and its gradients."""
         index, sizes = self.index, self.sizes
         log_scores = torch.full((log_sum.shape[0],), NEVER, device=self.q.device)
@@ -194,9 +195,10 @@ class _Student(_Teacher):
             )
             log_scores = torch.logaddexp(log_scores, scores.logsumexp(dim=1))
         log_scores = _finite(log_scores)
+        mass = mass.masked_fill(mass == 0, 1)[:, None]
         for tile in tiles:
             seen = self.seen(block, tile)
-            target = self.logits(block, tile, seen).sub_(log_sum[..., None]).exp_().mean(dim=1)
+            target = self.logits(block, tile, seen).sub_(log_sum[..., None]).exp_().sum(dim=1) / mass
             products, scores = self.products(block, tile)
             log_p = scores / sizes.temperature - log_scores[:, None]
             ratio = target.clamp(min=torch.finfo(torch.float32).tiny).log() - log_p
