@@ -458,10 +458,10 @@ class Group:
 
 def test_collectives_take_the_groups_that_fit_and_outlive_one_that_stops(tools: Any) -> None:
     op = next(op for op in ops.ALL if op.name == "all_gather")
-    made = [Entry(op, {"ranks": ranks, "bytes": size}) for ranks in (2, 4, 8) for size in (1024, 2048)]
+    made = [Entry(op, {"ranks": ranks, "bytes": size}) for ranks in (2, 4, 8) for size in (1024, 2048, 4096)]
     pretended = tools.Machine(conditions=replace(tools.conditions, gpus=4))
     good = replace(POINT, op="all_gather")
-    groups = {2: Group([good, TimeoutError("the ranks stopped")]), 4: Group([good, good])}
+    groups = {2: Group([good, TimeoutError("the ranks stopped"), good]), 4: Group([good, good])}
     sink = tools.Memory()
     found = measure_collectives(
         made, pretended, sink, starter=lambda size, store, wanted, commit: groups[size]

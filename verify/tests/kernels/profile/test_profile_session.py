@@ -213,11 +213,13 @@ def test_a_writer_mends_a_broken_last_line(tools: Any, tmp_path: Path) -> None:
         sink.add(point)
     with path.open("a") as stream:
         stream.write('{"op":"thing","implemen')
-    with ProfileWriter(path, shared(machine)) as sink:
+    other = replace(point, serial="5678")
+    with ProfileWriter(path, {**shared(machine), "serial": "5678"}) as sink:
         sink.add(replace(point, serial="", commit=""))  # unlike the header
+        sink.add(other)
     faults: list[str] = []
     found = read_profile(path, faults=faults)
-    assert found == [point, replace(point, serial="", commit="")]
+    assert found == [point, replace(point, serial="", commit=""), other]
     assert len(faults) == 1
     assert "p.jsonl:3: not JSON" in faults[0]
     with pytest.raises(ProfileError, match=r"p\.jsonl:3: not JSON"):
