@@ -6,6 +6,7 @@ Shape letters: T rows (= S keys, or S = T / ratio compressed ones), Hq query hea
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyscale_kernels.hytopk import api, hytopk
@@ -30,6 +32,7 @@ from hyscale_kernels.layer import (
     attention_recall,
     next_tokens,
     part,
+    recomputed,
 )
 from hyscale_kernels.layer.indexer import Projections, Scored
 from hyscale_kernels.layer.warmup import dense_warmup
@@ -377,6 +380,15 @@ def test_microbatches_in_flight_do_not_meet(device: str) -> None:
         assert same(gradients(model), want)
 
 
+def test_losses_do_not_depend_on_gradients_being_wanted(device: str) -> None:
+    model = decoder(ONE_LAYER, device, recompute="full+replay")
+    step = Step(rows=Rows.of(T, device=device))
+    with torch.no_grad():
+        without = losses(model, step)
+    assert not without.total.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(without, losses(model, step), strict=True))
+
+
 def test_layers_that_share_a_selection_select_once(device: str, selections: list[int]) -> None:
     step = Step(rows=Rows.of(T, device=device))
     found = []
@@ -434,17 +446,33 @@ def test_fp8_selects_and_learns_from_quantised_inputs(device: str) -> None:
         assert torch.equal(again.indices, each.indices)
 
 
-class _Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operator returned."""
+class _Memory(TorchDispatchMode):
+    """The most elements of any tensor that an operator returned, and the most bytes alive at a time."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.peak_bytes = self._bytes = 0
+        self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(each, torch.Tensor):
                 self.elements = max(self.elements, each.numel())
+                self._meet(each.untyped_storage())
         return result
+
+    def _meet(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive.add(key)
+            self._bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            weakref.finalize(storage, self._part, key, size)
+
+    def _part(self, key: int, size: int) -> None:
+        self._alive.remove(key)
+        self._bytes -= size
 
 
 def test_the_warm_up_never_holds_more_than_a_tile_of_pairs() -> None:
@@ -455,12 +483,36 @@ def test_the_warm_up_never_holds_more_than_a_tile_of_pairs() -> None:
         return torch.randn(shape, generator=draw)
 
     index = Projections(normal(S, 2, 2), normal(S, 2), normal(S, 2))
-    with _Largest() as largest:
+    with _Memory() as memory:
         dense_warmup(
             normal(S, 2, 3), normal(S, 3), index, Rows.of(S), scale=1.0, value_dim=2, tile_bytes=tile_bytes
         )
     inputs = S * 2 * 3
-    assert largest.elements <= max(tile_bytes // 4, inputs) < S * S
+    assert memory.elements <= max(tile_bytes // 4, inputs) < S * S
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "kilobytes"), [(GLM_5_1, 400), (DEEPSEEK_V3_2, 710), (DEEPSEEK_V4_FLASH, 340)],
+    ids=lambda each: getattr(each, "name", ""),
+)  # fmt: skip
+def test_a_recomputed_layer_of_published_size_takes_memory_in_proportion_to_its_rows(
+    shape: ModelShape, kilobytes: int
+) -> None:
+    """128K tokens on fake tensors: sizes fit, and no tensor is larger than the queries are in float32."""
+    num_rows = 2**17
+    rows = Rows.of(num_rows, ratio=shape.indexer.key_ratio)
+    layer_config = config(shape, "cpu", dtype=torch.bfloat16, recompute="full+replay", indexer_dtype="fp8")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = DsaAttention(layer_config)
+        x = torch.empty(num_rows, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
+        with _Memory() as memory:
+            out, loss, _ = recomputed("full+replay", "layer", layer, x, Step(rows=rows))
+            torch.autograd.backward([out, loss], [torch.empty_like(out), torch.ones_like(loss)])
+        assert x.grad is not None
+        assert all(each.grad is not None for each in layer.parameters())
+    assert memory.peak_bytes <= kilobytes * 1000 * num_rows
+    assert memory.elements <= num_rows * shape.heads * shape.latent_dim
 
 
 def test_warm_up_trains_the_indexers_alone(device: str) -> None:
