@@ -8,10 +8,10 @@ import os
 import queue as queues
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,20 @@ PATIENCE_S = 120.0  # without a point, after which the ranks are taken to wait f
 Wanted = Sequence[tuple[str, dict[str, int]]]
 
 
+class Sampler(Machine, Protocol):
+    """A machine that times single calls."""
+
+    def sample(self, work: Work) -> list[float]:
+        """Milliseconds of one call."""
+
+
 class Ranks:
     """This rank's GPU, in step with the others: every sample is that of the rank that waited least."""
 
-    def __init__(self, machine: CudaMachine) -> None:
+    def __init__(self, machine: Sampler, versions: Mapping[str, str]) -> None:
         self.device, self._machine = machine.device, machine
-        extra = {"nccl": ".".join(map(str, torch.cuda.nccl.version())), **nccl_settings()}
-        versions = tuple(sorted({**dict(machine.conditions.versions), **extra}.items()))
-        self.conditions = replace(machine.conditions, versions=versions)
+        every = tuple(sorted({**dict(machine.conditions.versions), **versions}.items()))
+        self.conditions = replace(machine.conditions, versions=every)
 
     def time(self, works: Sequence[Work], seconds: float) -> Measurement:
         """A fixed number of samples, because the ranks must agree on it; ``seconds`` is not used."""
@@ -71,16 +77,21 @@ def _rank(rank: int, size: int, store: str, wanted: Wanted, commit: str, points:
     dist.init_process_group(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=device
     )
-    machine, ops = Ranks(CudaMachine(commit)), {op.label: op for op in ALL}
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    machine = Ranks(CudaMachine(commit), {"nccl": version, **nccl_settings()})
+    measure_in_step(wanted, machine, points.put if rank == 0 else lambda point: None)
+    dist.destroy_process_group()
+
+
+def measure_in_step(wanted: Wanted, machine: Machine, put: Callable[[ProfilePoint | None], object]) -> None:
+    """This rank's share: each point in order, then None. A failure ends it, for the ranks are out of step."""
+    ops = {op.label: op for op in ALL}
     for label, shape in wanted:
         point = measure(Entry(ops[label], shape), machine, Ceilings())
-        if rank == 0:
-            points.put(point)
+        put(point)
         if point.status == "failed":
             break
-    if rank == 0:
-        points.put(None)
-    dist.destroy_process_group()
+    put(None)
 
 
 @dataclass

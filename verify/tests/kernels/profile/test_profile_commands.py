@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hyscale_kernels.profiling import ceilings, machine, ops, run_command, session
 from hyscale_kernels.profiling.commands import profile
 from hyscale_kernels.profiling.compare import Pair, compare
 from hyscale_kernels.profiling.context import from_race, pairs
 from hyscale_kernels.profiling.op import Entry
-from hyscale_kernels.profiling.ranks import measure_collectives
+from hyscale_kernels.profiling.ranks import (
+    SAMPLES,
+    Ranks,
+    measure_collectives,
+    measure_in_step,
+    nccl_settings,
+)
 from hyscale_kernels.profiling.target import entries, parse_shapes
 from hyscale_kernels.profiling.tracing import trace
 from hyscale_ref.profile import ProfilePoint, as_shape, read_profile, write_profile
@@ -473,6 +481,37 @@ def test_collectives_take_the_groups_that_fit_and_outlive_one_that_stops(tools: 
     assert all(group.stopped for group in groups.values())
     late = measure_collectives(made, pretended, sink, time_left=lambda: 0.0, starter=lambda *_: Group([]))
     assert late == []
+
+
+def test_a_rank_measures_its_points_in_order(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank alone, through gloo: every collective runs, and a failure ends the rank's share."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    pretended = tools.Machine()
+    pretended.sample = lambda work: [float(work.call() is None) + 1.0]
+    rank = Ranks(pretended, {"nccl": "2.28.9", **nccl_settings()})
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    wanted: list[tuple[str, dict[str, int]]] = [
+        *((f"{name}/nccl/bf16", {"ranks": 1, "bytes": 256}) for name in names),
+        ("all_gather/nccl/bf16", {"ranks": 2, "bytes": 256}),
+        ("all_gather/nccl/bf16", {"ranks": 1, "bytes": 512}),
+    ]
+    points: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.distributed, about itself
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            measure_in_step(wanted, rank, points.append)
+        finally:
+            dist.destroy_process_group()
+    assert [point.op for point in points[:-1]] == [*names, "all_gather"]
+    assert [point.status for point in points[:-1]] == ["ok"] * 4 + ["failed"]
+    assert "ranks = 2; this run has 1" in points[4].error
+    assert points[5] is None
+    assert points[0].samples == SAMPLES
+    versions = dict(points[0].versions)
+    assert (versions["nccl"], versions["NCCL_NVLS_ENABLE"]) == ("2.28.9", "0")
 
 
 def test_collectives_are_left_out_on_one_gpu(
