@@ -119,7 +119,7 @@ def backward_workspace_bytes(T: int, S: int, Hq: int, D: int, top_k: int, *, fix
     (or one row's); three numbers a row and head. Fixed point adds two numbers a row and head, 8 bytes a key,
     and a float32 gradient of the keys if there is more than one pass of 8192 rows.
     """
-    weights = 4 * top_k * Hq * chunk_rows(T, Hq, top_k, 2)
+    weights = 4 * top_k * Hq * chunk_rows(min(T, ROWS), Hq, top_k, 2)
     if not fixed_point:
         return weights + 12 * T * Hq + 4 * S * D
     passes = 4 * S * D if T > ROWS else 0

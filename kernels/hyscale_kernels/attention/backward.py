@@ -65,7 +65,7 @@ def launch_backward(
         total = torch.zeros_like(dlatent, dtype=torch.float32)
     elif fixed and T > sizes.ROWS:
         total = torch.empty_like(dlatent, dtype=torch.float32)
-    chunk = sizes.chunk_rows(T, Hq, K, call.stored().itemsize)
+    chunk = sizes.chunk_rows(min(T, plan.rows), Hq, K, call.stored().itemsize)
     weights = Weights(*(call.q.new_empty((chunk, K, Hq), dtype=call.stored()) for _ in range(2)))
     sums = new_sums(call) if fixed else total
     for pass0 in range(0, T, sizes.ROWS if fixed else T):

@@ -59,9 +59,8 @@ def _mass_kernel(
         if REST:
             b_rest = load_tile(latent_ptr, keys, stride, used, VALUE, REST, R_PAD)
             a += dot(b_rest, tl.trans(b_q_rest)) * (scale * LOG2_E)
-        p = tl.exp2(a)
-        mass = tl.sum(tl.where(live[None, :], p, 0.0), axis=1)
-        mass = tl.where(used, mass, tl.where(beyond, float("nan"), 0.0))
+        p = tl.exp2(tl.where(used[:, None] & live[None, :], a, float("-inf")))
+        mass = tl.where(beyond, float("nan"), tl.sum(p, axis=1))
         tl.store(mass_ptr + row * K + place, mass, mask=place < K)
 
 

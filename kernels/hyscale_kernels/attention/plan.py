@@ -21,6 +21,7 @@ class AttentionPlan:
 
     heads                          query heads of one program; more heads take more programs a row
     keys, stages, warps            forward: keys of one step, pipelining depth, warps
+    rows                           backward: most rows of a chunk, whose weights must fit in WEIGHT_BYTES too
     weight_keys, weight_warps      backward, probabilities and logit gradients
     dq_columns, dq_keys, dq_stages, dq_warps        backward, queries: columns of one program, and the rest
     dkv_columns, dkv_keys, dkv_stages, dkv_warps    backward, keys: likewise
@@ -31,6 +32,7 @@ class AttentionPlan:
     keys: int
     stages: int
     warps: int
+    rows: int
     weight_keys: int
     weight_warps: int
     dq_columns: int
@@ -61,9 +63,9 @@ class AttentionPlan:
         """What fits shared memory and registers at D = 576 on an H200 (README.md, "Tiles")."""
         heads = min(max(16, next_power_of_2(Hq)), 64)
         if torch.device(device).type != "cuda":
-            return cls(heads, 16, 1, 1, 16, 1, 16, 16, 1, 1, 16, 16, 1, 1, 16, 1, 1)
+            return cls(heads, 16, 1, 1, ROWS, 16, 1, 16, 16, 1, 1, 16, 16, 1, 1, 16, 1, 1)
         mass = (64, 2, 4) if Hq <= 64 else (64, 1, 8)
-        return cls(heads, 64, 2, 8, 64, 8, 256, 64, 3, 4, 64, 64, 2, 4, *mass)
+        return cls(heads, 64, 2, 8, ROWS, 64, 8, 256, 64, 3, 4, 64, 64, 2, 4, *mass)
 
     def candidates(self) -> Iterator[tuple[str, "AttentionPlan"]]:
         """Plans worth racing against this one on a GPU, by name; each changes one kernel."""
@@ -91,5 +93,5 @@ class AttentionPlan:
 
 
 def chunk_rows(T: int, Hq: int, K: int, itemsize: int) -> int:
-    """Rows whose weights (two numbers a row, place and head) fit in WEIGHT_BYTES; at least one."""
+    """Most of T rows whose weights (two numbers a row, place and head) fit in WEIGHT_BYTES; at least one."""
     return max(1, min(T, WEIGHT_BYTES // max(1, 2 * itemsize * Hq * K)))

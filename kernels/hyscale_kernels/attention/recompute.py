@@ -98,7 +98,7 @@ def _recompute_kernel(
         if REST:
             a += dot(b_rest, tl.trans(b_q_rest)) * (scale * LOG2_E)
         dp = dot(b_v, tl.trans(b_grad))
-        p = tl.where(used[:, None], tl.exp2(a), 0.0)
+        p = tl.exp2(tl.where(used[:, None], a, float("-inf")))
         b_p = narrowed(p, latent_ptr)
         b_da = narrowed(scale * p * (dp - delta[None, :]), latent_ptr)
         if BOUNDS:

@@ -1,0 +1,1 @@
+"""Sparse latent attention: cases, error bounds, what it promises, and planted bugs."""
