@@ -103,7 +103,8 @@ class DsaAttention(nn.Module):
         """
         self._check(x, step, shared)
         warmup, timer = step.stage == "warmup", step.timer
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
+        train = torch.is_grad_enabled() and not warmup  # all but the indexer
+        with torch.set_grad_enabled(train):
             q_latent, latent = region(timer, "linears", self._down, x, step.rows)
             gathering = None if step.context is None else step.context.start_gather(latent)
         index = None
@@ -116,7 +117,7 @@ class DsaAttention(nn.Module):
             operands = region(timer, "indexer projections", scored, self.config, index)
             with part(timer, "selection"):
                 carrier = select(self.config, operands, step.rows, timer)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
+        with torch.set_grad_enabled(train):
             q = region(timer, "linears", self._queries, q_latent, step.rows)
             latent = latent if gathering is None else gathering.wait(timer)
         if warmup:
@@ -124,7 +125,7 @@ class DsaAttention(nn.Module):
         else:
             assert carrier is not None
             attended, loss = self._sparse(q, latent, operands, carrier, step)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
+        with torch.set_grad_enabled(train):
             out = region(timer, "linears", self._project, attended)
         return LayerOutput(out, loss, carrier)
 
@@ -219,6 +220,8 @@ class DsaAttention(nn.Module):
             raise TypeError(f"x: dtype {x.dtype}; allowed: {self.config.dtype}, the layer's")
         if x.shape != (rows.num_rows, shape.hidden):
             raise ValueError(f"x: shape {list(x.shape)}; allowed: [{rows.num_rows}, {shape.hidden}]")
+        if x.device != rows.positions.device:
+            raise ValueError(f"x: on {x.device}; allowed: {rows.positions.device}, where the rows are")
         if rows.ratio != shape.indexer.key_ratio:
             raise ValueError(
                 f"rows: with ratio {rows.ratio}; allowed for {shape.name}: {shape.indexer.key_ratio}"

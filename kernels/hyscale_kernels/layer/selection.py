@@ -14,7 +14,8 @@ import torch
 from .. import replay
 from ..baselines import materialised_topk
 from ..baselines.materialised import BYTES_PER_SCORE
-from ..hytopk import hytopk
+from ..baselines.scoring import NEVER, ordered_keys
+from ..hytopk import dense_scores, hytopk
 from ..replay import PackedSelection
 from .config import LayerConfig
 from .indexer import Scored
@@ -22,6 +23,9 @@ from .rows import Rows
 from .timer import PartTimer, part
 
 Carrier = torch.Tensor | PackedSelection
+
+# The score, its ordered key, sorted with int64 indices, and the sort's own scratch.
+BYTES_PER_SORTED_SCORE = 32
 
 # The largest table that DeepGEMM and FlashInfer were seen to run well with.
 DEEPGEMM_TABLE_BYTES = 9 * 10**9
@@ -33,6 +37,8 @@ def select(config: LayerConfig, scored: Scored, rows: Rows, timer: PartTimer | N
     top_k, (start, end), k_scale = config.shape.indexer.top_k, rows.windows, scored.k_scale
     if config.selection == "materialised":
         return _materialised(q, k, w, k_scale, top_k, rows, config.table_bytes)
+    if config.selection == "own table":
+        return _own_table(q, k, w, k_scale, top_k, rows, config.table_bytes)
     if config.selection == "deepgemm+flashinfer":
         assert k_scale is not None
         return _deepgemm_flashinfer(q, k, w, k_scale, top_k, rows, timer)
@@ -66,6 +72,32 @@ def _materialised(
             q[block], k[:keys], w[block], top_k, start=start[block], end=end[block],
             k_scale=None if k_scale is None else k_scale[:keys], chunk_bytes=table_bytes,
         ).indices  # fmt: skip
+    return indices
+
+
+def _own_table(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    top_k: int,
+    rows: Rows,
+    table_bytes: int,
+) -> torch.Tensor:
+    """A stable sort of the very scores that HyTopK ranks: slow, and equal to it bit for bit."""
+    indices = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
+    for block, keys in rows.blocks(max(1, table_bytes // max(1, BYTES_PER_SORTED_SCORE * rows.num_keys))):
+        if keys == 0:
+            continue
+        start, end = (each[block] for each in rows.windows)
+        scores = dense_scores(
+            q[block], k[:keys], w[block], start=start, end=end,
+            k_scale=None if k_scale is None else k_scale[:keys],
+        )  # fmt: skip
+        ordered = ordered_keys(scores, start, end)
+        best = ordered.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        best = best.masked_fill(ordered.gather(1, best) == NEVER, keys).sort(dim=1).values
+        indices[block, : best.shape[1]] = best.masked_fill(best == keys, -1).int()
     return indices
 
 

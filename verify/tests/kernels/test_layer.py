@@ -345,7 +345,7 @@ MODES: list[dict[str, Any]] = [
     {"recompute": "none"},
     {"recompute": "full"},
     {"recompute": "full+replay"},
-    {"recompute": "none", "selection": "materialised"},
+    {"recompute": "none", "selection": "own table", "table_bytes": 32 * T * 3},
     {"recompute": "full", "selection": "materialised", "table_bytes": 12 * T * 3},
 ]
 
@@ -360,8 +360,9 @@ def test_all_modes_give_the_same_bits_and_replay_selects_once(device: str, selec
         found.total.backward()
         counts.append(len(selections))
         results.append(({"loss": torch.stack([found.total, found.language])}, gradients(model)))
-    assert counts == [1, 2, 1, 0, 0]
-    for loss, grads in results[1:] if device == "cpu" else results[1:3]:
+    assert counts[:3] == [1, 2, 1]
+    # On a GPU the last one's scores come from other products, and may be in another order.
+    for loss, grads in results[1:] if device == "cpu" else results[1:-1]:
         assert same(loss, results[0][0])
         assert same(grads, results[0][1])
 
