@@ -72,7 +72,23 @@ def opcheck(trial: Trial) -> None:
     why_few="each example is compiled",
 )
 def torch_compile(trial: Trial) -> None:
-    """Under torch.compile(fullgraph=True), shapes dynamic, the same bits come out."""
+    """Under torch.compile(fullgraph=True) the same bits come out."""
+    _compiled(trial, dynamic=False)
+
+
+@promise(
+    "torch",
+    ("tie_rich",),
+    needs=["hytopk"],
+    share=0.05,
+    why_few="each example is compiled with symbolic sizes, which takes many seconds",
+)
+def torch_compile_dynamic(trial: Trial) -> None:
+    """Under torch.compile(fullgraph=True, dynamic=True), sizes unknown, the same bits come out."""
+    _compiled(trial, dynamic=True)
+
+
+def _compiled(trial: Trial, dynamic: bool) -> None:
     trial.assume(trial.case.dtype != "fp8")  # there is no arithmetic on float8 to compile around it
     inputs = trial.case.tensors(trial.device)
     call = trial.hytopk.api.hytopk
@@ -84,7 +100,7 @@ def torch_compile(trial: Trial) -> None:
         return selection.indices + 0, selection.count, selection.scores
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     indices, count, scores = (each.cpu().numpy() for each in compiled(inputs))
     whole = trial.select(trial.case.with_(sizes=None), return_scores=True)
     same_bits(Result(indices, count, scores), whole, "under torch.compile")
@@ -237,6 +253,7 @@ def another_device(trial: Trial) -> None:
 PROPERTIES: tuple[Property, ...] = (
     opcheck,
     torch_compile,
+    torch_compile_dynamic,
     selective_checkpoint,
     no_recompilation,
     no_host_synchronisation,

@@ -28,7 +28,7 @@ def verdicts(target: Any, name: str, regimes: tuple[str, ...] = (), seed: int = 
 
 
 # Properties of the operator itself, which an imitation without one has nothing to show for.
-OF_THE_OPERATOR = {"opcheck", "torch_compile", "selective_checkpoint"}
+OF_THE_OPERATOR = {"opcheck", "torch_compile", "torch_compile_dynamic", "selective_checkpoint"}
 
 
 def applies(name: str, target: Any) -> bool:

@@ -162,6 +162,19 @@ def test_the_clock_comes_from_nvml_or_now_and_then_from_nvidia_smi(
     assert clocked.clock_mhz() is None  # asked a moment ago
 
 
+def test_memory_is_given_back_when_much_is_held(
+    clocked: CudaMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    clocked.clear(60)
+    assert not freed
+    clocked.clear(40)
+    clocked.clear()
+    assert len(freed) == 2
+
+
 def test_no_gpu_is_an_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -144,8 +144,20 @@ def test_out_of_memory_frees_the_device_and_other_shapes_are_tried(tools: Any) -
     )
     summary = session(tools, machine, tools.entries(huge), sink).run()
     assert len(summary.failed) == 4
-    assert machine.cleared == 4
+    assert machine.cleared == 8  # before the second try of each, and after it
     assert "OutOfMemoryError: tried to allocate 300 GiB" in summary.failed[0].error
+
+
+def test_a_point_that_fits_after_all_is_measured(tools: Any) -> None:
+    machine, sink = tools.Machine(), tools.Memory()
+
+    def once(shape: Any) -> float:
+        if not machine.cleared:
+            raise torch.OutOfMemoryError("fragmented")
+        return 100.0
+
+    summary = session(tools, machine, tools.entries(tools.op(us=once, sizes=(1,))), sink).run()
+    assert (summary.failed, ops(sink.points)) == ([], ["thing"])
 
 
 def test_a_lost_device_stops_the_run_with_everything_on_disk(tools: Any, tmp_path: Path) -> None:

@@ -1,0 +1,519 @@
+"""Training on a CPU: the run, its text, checkpoints, two ranks, the script, and what is recorded."""
+
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hyscale_kernels.layer import ContextParallel
+from hyscale_kernels.training import (
+    PRESETS,
+    CheckpointError,
+    Phase,
+    RunConfig,
+    StepResult,
+    Text,
+    Trainer,
+    draw,
+    library_text,
+    load,
+    save,
+)
+from hyscale_kernels.training import captured as captures
+from hyscale_kernels.training.measure import Baseline, best_baseline, in_turns, longest
+from hyscale_kernels.training.ranks import torchrun_group
+from hyscale_kernels.training.records import MODES, append, scenario, step_record
+from hyscale_kernels.training.steps import rows_unlike_materialised, selection_hashes, summarise
+from hyscale_simulator.measured_steps import read_steps
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+WARMUP = Phase(stage="warmup", steps=1, sequence=16, learning_rate=1e-2)
+SPARSE = Phase(stage="sparse", steps=2, sequence=16, learning_rate=1e-2)
+TINY = replace(PRESETS["tiny"], phases=(WARMUP, SPARSE), row_block=4)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for the interpreter")
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return library_text(2**16)
+
+
+@pytest.fixture(scope="module")
+def run(device: str, text: Text, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StepResult], Path]:
+    """A whole tiny run: its steps, and the checkpoint before the last."""
+    path = tmp_path_factory.mktemp("run") / "run.pt"
+    trainer, steps = Trainer(TINY, text, device), []
+    while trainer.done < TINY.steps:
+        if trainer.done == TINY.steps - 1:
+            save(trainer, path)
+        steps.append(trainer.step())
+    return steps, path
+
+
+def script(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / folder))
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+# The text.
+
+
+def test_text_is_the_same_every_time_and_says_so(text: Text) -> None:
+    again = library_text(2**16)
+    assert again.sha256 == text.sha256
+    assert torch.equal(again.data, text.data)
+    assert text.data.shape == (2**16,)
+
+
+def test_text_depends_on_every_file(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_text("b")
+    (tmp_path / "a.py").write_text("a")
+    found = library_text(folder=tmp_path)
+    assert bytes(found.data.tolist()) == b"a\0b\0"
+    (tmp_path / "b.py").write_text("c")
+    assert library_text(folder=tmp_path).sha256 != found.sha256
+
+
+def test_no_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no \.py files"):
+        library_text(folder=tmp_path)
+
+
+def test_a_step_sees_a_stretch_of_the_text_and_held_out_text_is_apart(text: Text) -> None:
+    for held_out in (False, True):
+        tokens, targets, bounds = draw(text, 64, None, seed=1, step=5, held_out=held_out)
+        part = bytes(text.part(held_out).tolist())
+        assert bytes(tokens.tolist()) in part
+        assert bounds is None
+        assert torch.equal(targets[:-1], tokens[1:])
+        assert targets[-1] < 0
+    assert text.part(False).shape[0] + text.part(True).shape[0] == text.data.shape[0]
+    assert not torch.equal(
+        draw(text, 64, None, seed=1, step=6).tokens, draw(text, 64, None, seed=1, step=5).tokens
+    )
+
+
+def test_documents_end_where_they_are_cut(text: Text) -> None:
+    batch = draw(text, 64, 16, seed=0, step=0)
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist() == [0, 16, 32, 48, 64]
+    assert (batch.targets.view(4, 16)[:, -1] < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sequence", "document", "message"),
+    [(64, 48, "document: 48"), (2**20, None, "sequence: 1048576"), (2**20, 2**19, "document: 524288")],
+)
+def test_a_sequence_that_the_text_cannot_fill(
+    text: Text, sequence: int, document: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw(text, sequence, document, seed=0, step=0)
+
+
+# The configuration.
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_configuration_survives_its_record(name: str) -> None:
+    config = PRESETS[name]
+    assert RunConfig.from_json(json.loads(json.dumps(config.as_json()))) == config
+
+
+def test_phases_come_one_after_the_other() -> None:
+    assert [TINY.place(step) for step in range(3)] == [(WARMUP, 0), (SPARSE, 0), (SPARSE, 1)]
+    with pytest.raises(IndexError):
+        TINY.place(3)
+
+
+def test_a_head_count_that_no_kernel_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads of tiny is 200; allowed: 1 to 128"):
+        replace(TINY, shape=replace(TINY.shape, heads=200))
+
+
+@pytest.mark.parametrize(("sequence", "ranks"), [(18, 2), (4, 8)])
+def test_a_sequence_that_ranks_cannot_share_is_refused(text: Text, sequence: int, ranks: int) -> None:
+    config = replace(TINY, phases=(replace(SPARSE, sequence=sequence),))
+    context = ContextParallel(None, "zigzag", ranks, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"num_positions: {sequence}; allowed for {ranks} rank"):
+        Trainer(config, text, CPU, context)
+
+
+# Steps.
+
+
+def test_a_run_goes_through_its_stages_and_accounts_for_its_time(run: tuple[list[StepResult], Path]) -> None:
+    steps, _ = run
+    assert [step.stage for step in steps] == ["warmup", "sparse", "sparse"]
+    for step in steps:
+        assert sum(step.parts.values()) == pytest.approx(step.step_ms)
+        assert step.kl[0] > 0
+        assert step.kl[1] == 0  # it shares the first layer's selection
+    assert steps[2].loss < steps[1].loss
+    assert {"selection.forward", "selection.recompute", "attention.backward"} <= steps[2].parts.keys()
+
+
+def test_without_replay_every_loss_is_the_same(text: Text, run: tuple[list[StepResult], Path]) -> None:
+    trainer = Trainer(replace(TINY, recompute="full"), text, CPU)
+    for kept in run[0][:2]:
+        step = trainer.step()
+        assert (step.loss, step.kl, step.gradient_norm) == (kept.loss, kept.kl, kept.gradient_norm)
+
+
+def test_a_resumed_run_is_the_same_run(text: Text, run: tuple[list[StepResult], Path]) -> None:
+    steps, path = run
+    longer = replace(TINY, phases=(WARMUP, replace(SPARSE, steps=9)))  # it may be prolonged
+    trainer = Trainer(longer, text, CPU)
+    load(trainer, path)
+    step = trainer.step()
+    assert (step.step, step.loss, step.kl, step.gradient_norm) == (
+        steps[2].step, steps[2].loss, steps[2].kl, steps[2].gradient_norm,
+    )  # fmt: skip
+
+
+def test_selections_equal_a_sorted_table(text: Text) -> None:
+    trainer = Trainer(TINY, text, CPU)
+    assert rows_unlike_materialised(trainer, SPARSE, sample=8) == {0: 0}
+    assert selection_hashes(trainer, SPARSE).keys() == {0}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_moves_nothing(text: Text) -> None:
+    trainer = Trainer(replace(TINY, phases=(WARMUP,)), text, CPU)
+    with torch.no_grad():
+        trainer.model.embedding.fill_(float("nan"))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(FloatingPointError, match="step 1: .*not finite"):
+        trainer.step()
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value.nan_to_num(0), before[name].nan_to_num(0))
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert trainer.done == 0
+
+
+# Checkpoints.
+
+
+def test_another_configuration_is_refused_field_by_field(
+    text: Text, run: tuple[list[StepResult], Path]
+) -> None:
+    other = replace(TINY, seed=7, phases=(WARMUP, replace(SPARSE, learning_rate=0.5)))
+    trainer = Trainer(other, text, CPU)
+    with pytest.raises(CheckpointError) as caught:
+        load(trainer, run[1])
+    message = str(caught.value)
+    assert "phases.1.learning_rate: 0.01 in the checkpoint, 0.5 here" in message
+    assert "seed: 0 in the checkpoint, 7 here" in message
+    assert "mlp" not in message
+    assert trainer.done == 0
+
+
+def test_another_text_or_number_of_ranks_is_refused(text: Text, run: tuple[list[StepResult], Path]) -> None:
+    trainer = Trainer(TINY, replace(text, sha256="other"), CPU)
+    trainer.context = ContextParallel(None, "zigzag", 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="ranks: 1 in the checkpoint, 2 here.*text_sha256: "):
+        load(trainer, run[1])
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
+def test_a_checkpoint_that_is_none(
+    text: Text, run: tuple[list[StepResult], Path], tmp_path: Path, damage: str
+) -> None:
+    path = tmp_path / "run.pt"
+    if damage == "cut":
+        path.write_bytes(run[1].read_bytes()[:1000])
+    elif damage == "other":
+        torch.save({"weights": 1}, path)
+    with pytest.raises(CheckpointError, match=r"run\.pt: (there is no|not a)"):
+        load(Trainer(TINY, text, CPU), path)
+
+
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond ``size`` bytes: what a full disk looks like."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_alone(
+    text: Text, run: tuple[list[StepResult], Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.pt"
+    path.write_bytes(run[1].read_bytes())
+    with (
+        file_limit(10_000),
+        pytest.raises(CheckpointError, match=r"run\.pt: not saved: .*Free space for about"),
+    ):
+        save(Trainer(TINY, text, CPU), path)
+    assert path.read_bytes() == run[1].read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# The script.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "200"], "heads of tiny is 200"),
+        (["--layers", "3"], "layers: 3; allowed for tiny: 1 to 2"),
+        (["--context-parallel", "2"], "no process group of that size, it was not started by torchrun"),
+        (["--selection", "materialised", "--recompute", "full+replay"], "'full+replay' with selection"),
+        (["--resume", "nowhere.pt"], "nowhere.pt: there is no checkpoint"),
+        (["--sequence", "100000"], "sequence: 100000; allowed with this text"),
+    ],
+)
+def test_the_script_says_what_is_wrong(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    train = script("examples", "train_dsa", monkeypatch)
+    found = CliRunner().invoke(train.app, ["--device", "cpu", *options])
+    assert found.exit_code == 2
+    assert message in found.stderr
+
+
+def test_torchrun_must_have_started_as_many_ranks_as_asked_for() -> None:
+    with (
+        pytest.raises(RuntimeError, match="over 4 rank.*WORLD_SIZE is 1"),
+        torchrun_group("cpu", "zigzag", 4, {"WORLD_SIZE": "1"}),
+    ):
+        pass
+
+
+def test_two_ranks_train_as_one(run: tuple[list[StepResult], Path], tmp_path: Path) -> None:
+    log, checkpoint = tmp_path / "log.jsonl", tmp_path / "run.pt"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(ROOT / "examples" / "train_dsa.py"), "--device", "cpu", "--preset", "tiny", "--warmup-steps", "1",
+        "--steps", "1", "--row-block", "4", "--context-parallel", "2", "--recall-every", "2",
+        "--log", str(log), "--save", str(checkpoint),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    header, *steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert header["ranks"] == 2
+    assert header["shape"]["name"] == "tiny"
+    for step, alone in zip(steps, run[0], strict=False):
+        assert step["loss"] == pytest.approx(alone.loss, rel=1e-5)
+        assert step["kl"] == pytest.approx(alone.kl, rel=1e-4)
+        assert step["gradient_norm"] == pytest.approx(alone.gradient_norm, rel=1e-4)
+    assert "communication.forward" in steps[-1]["parts"]
+    recall = steps[-1]["recall"]["layer 0"]
+    assert 0 < recall["selected"] <= recall["best"] <= 1
+    assert torch.load(checkpoint, weights_only=True)["step"] == 2
+
+
+# What is recorded.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("preset", ["glm", "small"])
+def test_a_record_is_what_the_simulator_reads(mode: Any, preset: str, tmp_path: Path) -> None:
+    config = PRESETS[preset]
+    path = tmp_path / "train_step.jsonl"
+    for split, baseline in (("zigzag", "materialised"), ("contiguous", "deepgemm+flashinfer")):
+        fields = scenario(config, mode, sequence=131072, gpus=2, split=split, baseline=baseline)  # type: ignore[arg-type]
+        record = step_record(
+            commit="", gpu="NVIDIA H200", gpus=2, sequence=131072, mode=mode, step_ms=1.0,
+            parts={"selection.forward": 1.0}, peak_bytes=1, loss=5.0, config={"scenario": fields, "split": split},
+        )  # fmt: skip
+        append(path, record)
+    for step, read in read_steps(path):
+        assert step.mode == mode
+        assert read.layout.context_parallel == 2
+        assert read.model_description.layers == config.shape.layers
+        assert read.model_description.indexer is not None
+        assert read.model_description.indexer.top_k == 2048
+
+
+def test_a_record_needs_its_scenario() -> None:
+    with pytest.raises(ValueError, match="without 'scenario'"):
+        step_record(
+            commit="", gpu="cpu", gpus=1, sequence=1, mode="hytopk", step_ms=1.0, parts={}, peak_bytes=1,
+            loss=1.0, config={},
+        )  # fmt: skip
+
+
+def result(ms: float, **parts: float) -> StepResult:
+    parts = {**parts, "other": ms - sum(parts.values())}
+    return StepResult(
+        step=1, stage="sparse", sequence=8, loss=ms, kl=[], gradient_norm=1.0, learning_rate=1.0, step_ms=ms,
+        parts={name.replace("_", "."): each for name, each in parts.items()}, peak_bytes=int(ms),
+    )  # fmt: skip
+
+
+def test_a_summary_is_of_the_median_step_as_its_slowest_rank_saw_it() -> None:
+    steps = [
+        [result(10, selection_forward=2, communication_forward=5), result(12, selection_forward=6)],
+        [result(30, selection_forward=2, communication_forward=5), result(20, selection_forward=6)],
+        [result(11, selection_forward=2, communication_forward=5), result(14, selection_forward=6)],
+    ]
+    found = summarise(steps)
+    assert (found.step_ms, found.loss, found.peak_bytes) == (14, 14, 30)
+    assert sum(found.parts.values()) == 14
+    assert found.samples_ms == [12, 30, 14]
+    assert found.communication_ms == [5, 0]
+    assert found.imbalance["selection.forward"] == pytest.approx(6 / 4)
+    with pytest.raises(ValueError, match="samples: none"):
+        summarise([])
+
+
+def test_modes_take_turns_and_one_that_runs_out_of_memory_leaves() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> str:
+        order.append(name)
+        if name == "b" and len(order) > 3:
+            raise torch.OutOfMemoryError("too much\nand more")
+        return name
+
+    calls = {name: (lambda name=name: call(name)) for name in "abc"}
+    turns = in_turns(calls, warmups=1, rounds=2, device=CPU)
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a"]
+    assert turns.samples == {"a": ["a", "a"], "c": ["c", "c"]}
+    assert turns.faults == {"b": "out of memory: too much"}
+
+
+@pytest.mark.parametrize("really", [700, 1000, 1400])
+def test_the_longest_sequence_is_predicted_then_tried(really: int) -> None:
+    """Memory is 100 + length up to there; what does not fit is seen to fail."""
+    found, tried = longest(
+        lambda length: 100 + length if length <= really else None, start=64, unit=8, capacity=1100, limit=9999
+    )
+    assert found <= min(really, 1000)
+    assert found > 0.85 * min(really, 1000) - 8
+    assert len(tried) <= 6
+    assert found % 8 == 0
+
+
+def test_nothing_fits_when_the_first_length_does_not() -> None:
+    assert longest(lambda length: None, start=64, unit=8, capacity=1, limit=99)[0] == 0
+
+
+def test_the_best_way_to_materialise_is_one_that_was_tried() -> None:
+    layer = TINY.decoder().layer
+    found = best_baseline(layer, 64, CPU, tables=(2**12, 2**20))
+    assert isinstance(found, Baseline)
+    assert found.selection == "materialised"
+    assert found.table_bytes in (2**12, 2**20)
+    assert len(found.tried) == 2
+
+
+# What was captured.
+
+
+def layer_of(seed: int, number: int = 3) -> captures.CapturedLayer:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    positions = torch.tensor([7, 30, 63])
+    return captures.CapturedLayer.of(number, normal(3, 2, 16), normal(64, 16), normal(3, 2), positions)
+
+
+def test_a_captured_indexer_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "indexer.npz"
+    layer = layer_of(0)
+    size = captures.write(path, [layer], {"steps": 5})
+    found = captures.read(path)
+    assert size == path.stat().st_size
+    assert list(path.parent.iterdir()) == [path]
+    assert found.provenance["steps"] == 5
+    mine, theirs = layer.operands("fp8"), found.layers[0].operands("fp8")
+    for one, other in zip(mine[:6], theirs[:6], strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one.float(), other.float())
+
+
+def test_both_dtypes_of_a_capture_are_the_same_numbers() -> None:
+    layer = layer_of(1)
+    low, high = layer.operands("fp8"), layer.operands("bf16")
+    assert low.k_scale is not None
+    assert torch.equal(low.k.float() * low.k_scale[:, None], high.k.float())
+    assert torch.equal(low.q.float() * low.w[..., None], high.q.float() * high.w[..., None])
+
+
+def test_tiled_keys_say_so_and_keep_their_windows() -> None:
+    found = layer_of(2).operands("fp8", tiles=3, row_tiles=2)
+    assert found.k.shape == (192, 16)
+    assert found.q.shape == (6, 2, 16)
+    assert found.end.tolist() == [136, 159, 192] * 2
+    assert found.k_scale is not None
+    assert torch.equal(found.k_scale[:64], found.k_scale[128:])
+    assert "64 keys repeated 3 times" in found.label
+    assert "rows repeated 2 times" in found.label
+    assert "repeated" not in layer_of(2).operands("bf16").label
+
+
+def test_a_capture_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "LIMIT_BYTES", 100)
+    with pytest.raises(ValueError, match="allowed: at most 100"):
+        captures.write(tmp_path / "indexer.npz", [layer_of(0)], {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_or_foreign_capture_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="trained_indexer.py trains one"):
+        captures.read(tmp_path / "none.npz")
+    (tmp_path / "other.npz").write_bytes(b"not an archive")
+    with pytest.raises(ValueError, match="not a captured indexer"):
+        captures.read(tmp_path / "other.npz")
+
+
+# Scaling.
+
+
+def test_scaling_measures_each_step_once_and_the_most_telling_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = script("benchmarks", "scaling", monkeypatch)
+    found = scaling.jobs((1, 2, 4, 8), 65536, 131072, ("zigzag", "contiguous"))
+    assert tuple(found[0][:3]) == (8, 524288, "zigzag")
+    keys = [tuple(job[:3]) for job in found]
+    assert len(set(keys)) == len(keys)
+    wanted = {(size, 65536 * size, "zigzag") for size in (1, 2, 4, 8)}
+    wanted |= {(size, 131072, "zigzag") for size in (1, 2, 4, 8)}
+    wanted |= {(size, sequence, "contiguous") for size, sequence, _ in wanted if size > 1}
+    assert set(keys) == wanted
+    assert {job.kind for job in found if job.ranks == 2} == {"weak and strong"}
+
+
+@pytest.mark.slow
+def test_scaling_runs_dry_on_two_ranks(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "scaling.py"), "--tiny", "--device", "cpu", "--ranks", "2",
+        "--weak", "8", "--strong", "16", "--split", "zigzag", "--only", "hytopk+replay", "--warmups", "0",
+        "--rounds", "1", "--out", str(tmp_path), "--commit", "test",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = (tmp_path / "scaling.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["gpus"], record["sequence"], record["mode"]) == (2, 16, "hytopk+replay")
+    assert sum(record["parts"].values()) == pytest.approx(record["step_ms"])
+    assert len(record["config"]["communication_ms"]) == 2
+    assert record["config"]["scaling"] == "weak and strong"
