@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .attention import Observation
     from .context_parallel import ContextParallel
 
-SelectionName = Literal["hytopk", "materialised", "deepgemm+flashinfer", "own table"]
+SelectionName = Literal["hytopk", "materialised", "deepgemm+flashinfer", "own-table"]
 Recompute = Literal["none", "full", "full+replay"]
 IndexerDtype = Literal["as layer", "fp8"]
 Stage = Literal["sparse", "warmup"]
@@ -32,7 +32,7 @@ class LayerConfig:
     shape              sizes; ``hyscale_ref.shapes`` has the published ones
     selection          "hytopk"; "materialised": a score table in PyTorch and torch.topk;
                        "deepgemm+flashinfer": a score table by DeepGEMM, selected by FlashInfer (fp8 only);
-                       "own table": HyTopK's own scores as a table, sorted, which must give HyTopK's bits
+                       "own-table": HyTopK's own scores as a table, sorted, which must give HyTopK's bits
     recompute          of each layer, in the sparse stage. "none": keep activations; "full": keep the layer's
                        input, and select again; "full+replay": keep the input and the packed selection
     dtype              of activations and products, torch.bfloat16, or on a CPU torch.float32; parameters are

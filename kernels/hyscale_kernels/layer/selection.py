@@ -37,7 +37,7 @@ def select(config: LayerConfig, scored: Scored, rows: Rows, timer: PartTimer | N
     top_k, (start, end), k_scale = config.shape.indexer.top_k, rows.windows, scored.k_scale
     if config.selection == "materialised":
         return _materialised(q, k, w, k_scale, top_k, rows, config.table_bytes)
-    if config.selection == "own table":
+    if config.selection == "own-table":
         return _own_table(q, k, w, k_scale, top_k, rows, config.table_bytes)
     if config.selection == "deepgemm+flashinfer":
         assert k_scale is not None

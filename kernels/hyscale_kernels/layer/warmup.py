@@ -67,8 +67,8 @@ def dense_warmup(
     """Dense latent attention of q [T, Hq, D] over latent [S, D], and coefficient * the indexer's loss.
 
     The loss is differentiable in ``index`` (q [T, H, Di], k [S, Di], w [T, H], not quantised) and in nothing
-    else; it is zero without one. A row that sees no key gives zeros and no loss. Products take
-    the tensors' dtype and add in float32; the rest is float32.
+    else; it is zero without one. A row that sees no key gives zeros and no loss. Products take the tensors'
+    dtype and add in float32; the rest is float32.
     """
     sizes = Dimensions(rows, scale, value_dim, coefficient, temperature, tile_bytes)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _DenseWarmup.apply

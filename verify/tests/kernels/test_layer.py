@@ -345,7 +345,7 @@ MODES: list[dict[str, Any]] = [
     {"recompute": "none"},
     {"recompute": "full"},
     {"recompute": "full+replay"},
-    {"recompute": "none", "selection": "own table", "table_bytes": 32 * T * 3},
+    {"recompute": "none", "selection": "own-table", "table_bytes": 32 * T * 3},
     {"recompute": "full", "selection": "materialised", "table_bytes": 12 * T * 3},
 ]
 
