@@ -228,7 +228,7 @@ def read_profile(
                         raise
                     faults.append(f"{path}:{number}: {error}")
     except ProfileError as error:
-        raise ProfileError(f"{path}:{number}: {error}") from None
+        raise type(error)(f"{path}:{number}: {error}") from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
         fault = f"{path}:{number + 1}: unreadable: {error}"
         if faults is None or not number:

@@ -62,8 +62,8 @@ class Machine(Protocol):
     def alive(self) -> bool:
         """Whether the device still answers."""
 
-    def clear(self) -> None:
-        """Give cached memory back to the device."""
+    def clear(self, above_bytes: float = 0.0) -> None:
+        """Give cached memory back to the device, if more than ``above_bytes`` are held."""
 
 
 class CudaMachine:
@@ -147,8 +147,9 @@ class CudaMachine:
         except RuntimeError:
             return False
 
-    def clear(self) -> None:
-        torch.cuda.empty_cache()
+    def clear(self, above_bytes: float = 0.0) -> None:
+        if torch.cuda.memory_reserved(self.device) > above_bytes:
+            torch.cuda.empty_cache()
 
 
 def steady(milliseconds: Sequence[float]) -> bool:

@@ -66,8 +66,8 @@ class Ranks:
     def alive(self) -> bool:
         return self._machine.alive()
 
-    def clear(self) -> None:
-        self._machine.clear()
+    def clear(self, above_bytes: float = 0.0) -> None:
+        self._machine.clear(above_bytes)
 
 
 def _rank(rank: int, size: int, store: str, wanted: Wanted, commit: str, points: Any) -> None:

@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyscale_ref.profile import (
     ProfileError,
     ProfilePoint,
+    ProfileWriter,
+    UnknownSchemaError,
     as_shape,
     best_of,
     merge_profiles,
     read_profile,
+    shape_text,
     write_profile,
 )
 
@@ -180,3 +183,64 @@ def test_a_failed_point_is_kept_but_never_chosen() -> None:
     assert best_of([failed, POINT]) == {POINT.key: POINT}
     with pytest.raises(ProfileError, match="a failed point has no time"):
         replace(POINT, status="failed")
+
+
+# What an interrupted measurement leaves behind.
+
+
+def test_bad_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl"
+    good = json.dumps(POINT.to_json())
+    lines = ['{"schema":1}', good, '{"op":"ge', "[1]", good.replace("712.5", "NaN"), good]
+    path.write_text("\n".join(lines))
+    faults: list[str] = []
+    assert read_profile(path, faults=faults) == [POINT, POINT]
+    assert [fault.split(": ")[0] for fault in faults] == [f"{path}:{number}" for number in (3, 4, 5)]
+    assert "median_us = nan" in faults[2]
+
+
+def test_points_without_a_header_are_faults(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl"
+    path.write_text(json.dumps(POINT.to_json()) + "\n")
+    faults: list[str] = []
+    assert read_profile(path, faults=faults) == []
+    assert "header" in faults[0]
+
+
+def test_an_unknown_schema_is_never_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl"
+    path.write_text('{"schema":1}\n' + json.dumps(POINT.to_json()) + '\n{"schema":2}\n{"op":3}\n')
+    with pytest.raises(UnknownSchemaError, match=r"points\.jsonl:3: schema = 2"):
+        read_profile(path, faults=[])
+
+
+def test_what_a_cut_off_gzip_still_holds_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl.gz"
+    write_profile(path, [replace(POINT, median_us=700.0 + place) for place in range(13)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    faults: list[str] = []
+    assert len(read_profile(path, faults=faults)) == 13
+    assert "unreadable" in faults[-1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(drawn=st.lists(points(), min_size=1, max_size=5), shared=st.booleans())
+def test_a_writer_adds_points_one_by_one(
+    drawn: list[ProfilePoint], shared: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever the header shares, each point comes back as it was, over two runs."""
+    path = tmp_path_factory.mktemp("profile") / "points.jsonl"
+    first = drawn[0]
+    header = {"device": first.device, "serial": "7", "versions": first.versions, "source": first.source}
+    for _ in range(2):
+        with ProfileWriter(path, header if shared else {}) as writer:
+            for place, point in enumerate(drawn):
+                writer.add(point)
+                assert read_profile(path)[-place - 1 :] == drawn[: place + 1]
+    assert read_profile(path) == drawn * 2
+
+
+def test_a_shape_reads_as_text() -> None:
+    assert shape_text(POINT.shape) == "k=7168 m=8192 n=4096"
+    assert shape_text({"rows": 1}) == "rows=1"
