@@ -90,7 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
         VALUES,
     ),
     _bug(
-        "scale_forgotten",
+        "logit_scale_forgotten",
         "recompute",
         "b_da = narrowed(scale * p * (dp",
         "b_da = narrowed(p * (dp",
@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
         VALUES,
     ),
     _bug(
-        "scatter_to_the_place",
+        "keys_scattered_to_the_place",
         "keys",
         "tl.atomic_add(dkv_ptr + keys[:, None] * D + columns[None, :], added",
         "tl.atomic_add(dkv_ptr + (keys * 0)[:, None] * D + columns[None, :], added",

@@ -18,10 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hyscale_verify import properties as selection
 from hyscale_verify.mutants.catalogue import Mutant
 from hyscale_verify.runner import FALSIFIED, HOLDS, Plan, Unit, Verdict, judge
-from hyscale_verify.suite import MUTANTS, PROPERTIES
+from hyscale_verify.suite import MUTANTS, PARTS, PROPERTIES
 from hyscale_verify.targets import HyTopK
 from hyscale_verify.workers import Died, run_tasks
 
@@ -129,12 +128,12 @@ def try_mutant(task: Task) -> Fate:
 def _ordered(task: Task) -> list[Unit]:
     """The units that try a bug: likely properties first, every property's first regime before its second.
 
-    A bug of selection is tried by the properties of selection, any other by those of replay.
+    A bug is tried by the properties of its part of the suite; one of no part, by those of selection.
     """
-    of_selection = task.mutant.file.startswith("hytopk/")
+    part = next((each for each in PARTS if task.mutant in each.mutants), PARTS[0])
     units = []
-    for prop in PROPERTIES.values():
-        if (prop.name in selection.PROPERTIES) != of_selection:
+    for prop in part.properties:
+        if prop.name not in PROPERTIES:
             continue
         likely = prop.name in task.mutant.likely
         for place, regime in enumerate(prop.regimes):

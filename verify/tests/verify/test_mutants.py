@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hyscale_verify.mutants import MUTANTS, Mutant, harness
+from hyscale_verify.mutants import Mutant, harness
 from hyscale_verify.mutants.harness import PACKAGE, Task, planted, try_mutant
 from hyscale_verify.properties import PROPERTIES as SELECTION
 from hyscale_verify.runner import Plan
-from hyscale_verify.suite import PROPERTIES
+from hyscale_verify.suite import MUTANTS, PARTS, PROPERTIES
 
 PLAN = Plan("hytopk", "cpu", "quick", seed=0, shrink=False)
-STAGES = frozenset(
-    ("windows", "score", "threshold", "scan", "compact", "rescore", "select", "plateau", "repair", "call")
-)
 
 
 def source(mutant: Mutant) -> str:
@@ -37,9 +34,14 @@ def test_the_edit_fits_its_file(mutant: Mutant) -> None:
 def test_there_are_enough_of_every_stage_and_no_two_alike() -> None:
     assert len(MUTANTS) >= 20
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    stages = Counter(mutant.stage for mutant in MUTANTS)
-    assert set(stages) == STAGES
-    assert min(stages.values()) >= 2
+    assert min(Counter(mutant.stage for mutant in PARTS[0].mutants).values()) >= 2
+
+
+def test_a_bug_is_tried_by_the_properties_of_its_part() -> None:
+    for part in PARTS:
+        assert part.mutants
+        units = harness._ordered(Task(part.mutants[0], PLAN, everything=True, limit_s=math.inf))
+        assert {unit.property for unit in units} == {prop.name for prop in part.properties}
 
 
 def test_a_copy_is_its_own_package_with_its_own_operator() -> None:
