@@ -1,7 +1,7 @@
 """Backward, third: the gradient of the queries, dq[t, h] = sum_j da[t, h, j] k[j].
 
 A program takes one row, a block of heads and a block of columns, so that what it gathers of a key is not
-gathered by another.
+gathered by another. The columns of one row run next to each other: they share its weights in the cache.
 
 Shape letters: T queries, S keys, K places of a row, Hq query heads, D key size; N keys of one step, R rows of
 a chunk.
@@ -49,14 +49,15 @@ def _queries_kernel(
     N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq of the chunk's row program_id(0) // BLOCKS, HEADS heads, COLUMNS columns from program_id(1) on."""
+    """dq of one row of the chunk, HEADS heads, COLUMNS columns; columns fastest, then heads, then rows."""
     BLOCKS: tl.constexpr = (HQ + HEADS - 1) // HEADS
-    program = tl.program_id(0).to(tl.int64)
+    SLICES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0).to(tl.int64) // SLICES
     r = program // BLOCKS
     row = row0 + r
     heads = program % BLOCKS * HEADS + tl.arange(0, HEADS)
     live = heads < HQ
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
     p_index = index_ptr + row * K
     acc = tl.zeros((HEADS, COLUMNS), tl.float32)
     for i in tl.range(0, row_end(p_index, K, SEARCH), N, num_stages=STAGES):
@@ -75,7 +76,7 @@ def launch_queries(
     """Write rows row0 .. row0 + rows - 1 of dq [T, Hq, D] from da [R, K, Hq] of these rows."""
     _, Hq, D = call.q.shape
     K, S, _, _, _, stride = call.numbers()
-    _queries_kernel[(rows * call.programs(plan.heads), ceil_div(D, plan.dq_columns))](
+    _queries_kernel[(rows * call.programs(plan.heads) * ceil_div(D, plan.dq_columns),)](
         call.latent,
         call.indices,
         da,
