@@ -43,7 +43,8 @@ def main(
     steps: Annotated[int | None, Option(help="of the last phase, the sparse stage")] = None,
     learning_rate: Annotated[float | None, Option(help="in every phase")] = None,
     selection: Annotated[
-        Literal["hytopk", "materialised", "deepgemm+flashinfer"] | None, Option(help="how keys are selected")
+        Literal["hytopk", "materialised", "deepgemm+flashinfer", "own-table"] | None,
+        Option(help="how keys are selected"),
     ] = None,
     recompute: Annotated[
         Literal["none", "full", "full+replay"] | None, Option(help="what the backward pass computes again")
@@ -59,7 +60,7 @@ def main(
     seed: Annotated[int | None, Option(help="of parameters and of the order of the text")] = None,
     deterministic: Annotated[bool, Option("--deterministic", help="the same bits on every run")] = False,
     recall_every: Annotated[int, Option(min=0, help="steps between two looks at the recall; 0: never")] = 0,
-    log: Annotated[Path | None, Option(help="JSON lines are added to it; default: standard output")] = None,
+    jsonl: Annotated[Path | None, Option(help="log to add lines to; default: standard output")] = None,
     save: Annotated[Path | None, Option(help="checkpoint to write")] = None,
     save_every: Annotated[int, Option(min=0, help="steps between checkpoints; 0: at the end alone")] = 0,
     resume: Annotated[Path | None, Option(help="checkpoint to go on from")] = None,
@@ -83,7 +84,7 @@ def main(
         config = _phased(config, sequence, warmup_steps, steps, learning_rate)
         config = replace(config, **{name: value for name, value in changes.items() if value is not None})
         with torchrun_group(device, split, context_parallel) as (own, context):
-            _train(config, own, context, log, save, save_every, resume, recall_every)
+            _train(config, own, context, jsonl, save, save_every, resume, recall_every)
     except (ValueError, TypeError, RuntimeError, FloatingPointError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -132,8 +132,9 @@ def longest(
     """The longest length, a multiple of ``unit``, that fits ``capacity`` bytes; and what was tried.
 
     ``peak(length)`` runs a step and gives its peak bytes, None if it ran out of memory. Memory is a line in
-    the length, so two short lengths predict the longest, which is then tried and lowered by a sixteenth until
-    it fits. 0 if nothing was seen to fit.
+    the length, so two short lengths predict the longest, which is then tried; if it fails, a sixteenth less,
+    then what lies halfway between the longest that fits and the shortest that does not. 0 if nothing was seen
+    to fit.
     """
     start = max(unit, start // unit * unit)
     tried: list[tuple[int, int | None]] = []
@@ -147,15 +148,18 @@ def longest(
         return (start if short is not None else 0), tried
     slope = max((double - short) / start, 1e-9)
     guess = min(limit, int((capacity - short) / slope) + start)
-    fits = 2 * start
-    for _ in range(tries):
+    fits, fails = 2 * start, limit + unit
+    for number in range(tries):
         guess = guess // unit * unit
-        if guess <= fits:
+        if not fits < guess < fails:
             break
         if run(guess) is not None:
             fits = guess
-            break
-        guess = min(guess - unit, guess * 15 // 16)
+            if number == 0:
+                break
+        else:
+            fails = guess
+        guess = fails * 15 // 16 if number == 0 else (fits + fails) // 2
     return fits, tried
 
 

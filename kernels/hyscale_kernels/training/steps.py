@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from ..hytopk import dense_scores
 from ..layer import Observation, Step
 from .config import Phase
 from .measure import Baseline, in_turns, over_ranks
@@ -24,7 +22,6 @@ from .records import Mode, layer_options
 from .trainer import StepResult, Trainer, retargeted
 
 COMMUNICATION, SELECTION, ORDERING = "communication", "selection", "ordering"
-CHECKED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -136,40 +133,10 @@ def selection_hashes(trainer: Trainer, phase: Phase) -> dict[int, str]:
         whole = indices if context is None else context.start_gather(indices).wait()
         found[seen.layer] = hashlib.sha256(whole.cpu().numpy().tobytes()).hexdigest()
 
-    _observe(trainer, phase, look)
-    return found
-
-
-def rows_unlike_materialised(trainer: Trainer, phase: Phase, sample: int = CHECKED_ROWS) -> dict[int, int]:
-    """Of ``sample`` rows of each selecting layer: how many differ from a stable sort of the score table.
-
-    The table is ``dense_scores``, the very scores that HyTopK ranks; of equal scores the sort keeps the one
-    with the smaller index.
-    """
-    found: dict[int, int] = {}
-
-    def look(seen: Observation) -> None:
-        T, K = seen.indices.shape
-        rows = torch.linspace(0, T - 1, min(sample, T), device=seen.indices.device).long()
-        start, end = (each[rows] for each in seen.rows.windows)
-        q, k, w, k_scale = seen.index[:4]
-        table = dense_scores(q[rows], k, w[rows], start=start, end=end, k_scale=k_scale)
-        S = table.shape[1]
-        ranked = torch.sort(table, dim=1, descending=True, stable=True).indices[:, :K].int()
-        place = torch.arange(ranked.shape[1], device=ranked.device)
-        ranked = ranked.masked_fill(place >= (end - start)[:, None], S).sort(dim=1).values
-        wanted = torch.full_like(seen.indices[rows], -1)
-        wanted[:, : ranked.shape[1]] = ranked.masked_fill(ranked == S, -1)
-        found[seen.layer] = int((wanted != seen.indices[rows]).any(dim=1).sum())
-
-    _observe(trainer, phase, look)
-    return found
-
-
-def _observe(trainer: Trainer, phase: Phase, look: Callable[[Observation], None]) -> None:
     batch, rows = trainer.held_out(phase)
     tokens = rows.of_sequence(batch.tokens).to(trainer.device)
     trainer.model.observe(tokens, Step(rows=rows, context=trainer.context), look)
+    return found
 
 
 def gradients(trainer: Trainer, phase: Phase, mode: Mode, baseline: Baseline) -> tuple[float, str]:

@@ -34,14 +34,14 @@ from hyscale_kernels.training import captured as captures
 from hyscale_kernels.training.measure import Baseline, best_baseline, in_turns, longest
 from hyscale_kernels.training.ranks import torchrun_group
 from hyscale_kernels.training.records import MODES, append, scenario, step_record
-from hyscale_kernels.training.steps import rows_unlike_materialised, selection_hashes, summarise
+from hyscale_kernels.training.steps import summarise
 from hyscale_simulator.measured_steps import read_steps
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-WARMUP = Phase(stage="warmup", steps=1, sequence=16, learning_rate=1e-2)
-SPARSE = Phase(stage="sparse", steps=2, sequence=16, learning_rate=1e-2)
-TINY = replace(PRESETS["tiny"], phases=(WARMUP, SPARSE), row_block=4)
+WARMUP = Phase(stage="warmup", steps=1, sequence=8, learning_rate=1e-2)
+SPARSE = Phase(stage="sparse", steps=2, sequence=8, learning_rate=1e-2)
+TINY = replace(PRESETS["tiny"], phases=(WARMUP, SPARSE), row_block=2)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for the interpreter")
 
@@ -150,7 +150,7 @@ def test_a_head_count_that_no_kernel_takes_is_refused() -> None:
         replace(TINY, shape=replace(TINY.shape, heads=200))
 
 
-@pytest.mark.parametrize(("sequence", "ranks"), [(18, 2), (4, 8)])
+@pytest.mark.parametrize(("sequence", "ranks"), [(18, 2), (4, 8), (7, 2)])
 def test_a_sequence_that_ranks_cannot_share_is_refused(text: Text, sequence: int, ranks: int) -> None:
     config = replace(TINY, phases=(replace(SPARSE, sequence=sequence),))
     context = ContextParallel(None, "zigzag", ranks, 0)  # type: ignore[arg-type]
@@ -168,12 +168,24 @@ def test_a_run_goes_through_its_stages_and_accounts_for_its_time(run: tuple[list
         assert sum(step.parts.values()) == pytest.approx(step.step_ms)
         assert step.kl[0] > 0
         assert step.kl[1] == 0  # it shares the first layer's selection
-    assert steps[2].loss < steps[1].loss
     assert {"selection.forward", "selection.recompute", "attention.backward"} <= steps[2].parts.keys()
 
 
-def test_without_replay_every_loss_is_the_same(text: Text, run: tuple[list[StepResult], Path]) -> None:
-    trainer = Trainer(replace(TINY, recompute="full"), text, CPU)
+def test_both_stages_learn(text: Text) -> None:
+    few = Text(text.data[:8].clone(), "", 1, "")  # every step sees the same sequence
+    config = replace(TINY, recompute="none", phases=(replace(WARMUP, steps=20), SPARSE))
+    trainer = Trainer(config, few, CPU)
+    steps = [trainer.step() for _ in range(22)]
+    assert steps[19].kl[0] < 0.5 * steps[0].kl[0]
+    assert steps[19].loss == steps[0].loss  # the warm-up stage moves nothing but the indexer
+    assert steps[21].loss < steps[20].loss
+
+
+@pytest.mark.parametrize("selection", ["hytopk", "own-table"])
+def test_without_replay_and_from_a_table_every_loss_is_the_same(
+    text: Text, run: tuple[list[StepResult], Path], selection: Any
+) -> None:
+    trainer = Trainer(replace(TINY, recompute="full", selection=selection), text, CPU)
     for kept in run[0][:2]:
         step = trainer.step()
         assert (step.loss, step.kl, step.gradient_norm) == (kept.loss, kept.kl, kept.gradient_norm)
@@ -190,18 +202,12 @@ def test_a_resumed_run_is_the_same_run(text: Text, run: tuple[list[StepResult], 
     )  # fmt: skip
 
 
-def test_selections_equal_a_sorted_table(text: Text) -> None:
-    trainer = Trainer(TINY, text, CPU)
-    assert rows_unlike_materialised(trainer, SPARSE, sample=8) == {0: 0}
-    assert selection_hashes(trainer, SPARSE).keys() == {0}
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_moves_nothing(text: Text) -> None:
     trainer = Trainer(replace(TINY, phases=(WARMUP,)), text, CPU)
     with torch.no_grad():
         trainer.model.embedding.fill_(float("nan"))
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with pytest.raises(FloatingPointError, match="step 1: .*not finite"):
+    with pytest.raises(FloatingPointError, match=r"step 1: .*not finite"):
         trainer.step()
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value.nan_to_num(0), before[name].nan_to_num(0))
@@ -229,7 +235,7 @@ def test_another_configuration_is_refused_field_by_field(
 def test_another_text_or_number_of_ranks_is_refused(text: Text, run: tuple[list[StepResult], Path]) -> None:
     trainer = Trainer(TINY, replace(text, sha256="other"), CPU)
     trainer.context = ContextParallel(None, "zigzag", 2, 0)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="ranks: 1 in the checkpoint, 2 here.*text_sha256: "):
+    with pytest.raises(CheckpointError, match=r"ranks: 1 in the checkpoint, 2 here.*text_sha256: "):
         load(trainer, run[1])
 
 
@@ -296,7 +302,7 @@ def test_the_script_says_what_is_wrong(
 
 def test_torchrun_must_have_started_as_many_ranks_as_asked_for() -> None:
     with (
-        pytest.raises(RuntimeError, match="over 4 rank.*WORLD_SIZE is 1"),
+        pytest.raises(RuntimeError, match=r"over 4 rank.*WORLD_SIZE is 1"),
         torchrun_group("cpu", "zigzag", 4, {"WORLD_SIZE": "1"}),
     ):
         pass
@@ -307,8 +313,8 @@ def test_two_ranks_train_as_one(run: tuple[list[StepResult], Path], tmp_path: Pa
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(ROOT / "examples" / "train_dsa.py"), "--device", "cpu", "--preset", "tiny", "--warmup-steps", "1",
-        "--steps", "1", "--row-block", "4", "--context-parallel", "2", "--recall-every", "2",
-        "--log", str(log), "--save", str(checkpoint),
+        "--steps", "1", "--sequence", "8", "--row-block", "2", "--context-parallel", "2",
+        "--recall-every", "2", "--jsonl", str(log), "--save", str(checkpoint),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -338,7 +344,7 @@ def test_a_record_is_what_the_simulator_reads(mode: Any, preset: str, tmp_path: 
         fields = scenario(config, mode, sequence=131072, gpus=2, split=split, baseline=baseline)  # type: ignore[arg-type]
         record = step_record(
             commit="", gpu="NVIDIA H200", gpus=2, sequence=131072, mode=mode, step_ms=1.0,
-            parts={"selection.forward": 1.0}, peak_bytes=1, loss=5.0, config={"scenario": fields, "split": split},
+            parts={"selection.forward": 1.0}, peak_bytes=1, loss=5.0, config={"scenario": fields},
         )  # fmt: skip
         append(path, record)
     for step, read in read_steps(path):
@@ -404,7 +410,7 @@ def test_the_longest_sequence_is_predicted_then_tried(really: int) -> None:
         lambda length: 100 + length if length <= really else None, start=64, unit=8, capacity=1100, limit=9999
     )
     assert found <= min(really, 1000)
-    assert found > 0.85 * min(really, 1000) - 8
+    assert found > 0.75 * min(really, 1000)
     assert len(tried) <= 6
     assert found % 8 == 0
 
@@ -478,7 +484,7 @@ def test_a_capture_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch:
 
 
 def test_a_missing_or_foreign_capture_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="trained_indexer.py trains one"):
+    with pytest.raises(FileNotFoundError, match=r"trained_indexer\.py trains one"):
         captures.read(tmp_path / "none.npz")
     (tmp_path / "other.npz").write_bytes(b"not an archive")
     with pytest.raises(ValueError, match="not a captured indexer"):
@@ -505,7 +511,7 @@ def test_scaling_measures_each_step_once_and_the_most_telling_first(monkeypatch:
 def test_scaling_runs_dry_on_two_ranks(tmp_path: Path) -> None:
     command = [
         sys.executable, str(ROOT / "benchmarks" / "scaling.py"), "--tiny", "--device", "cpu", "--ranks", "2",
-        "--weak", "8", "--strong", "16", "--split", "zigzag", "--only", "hytopk+replay", "--warmups", "0",
+        "--weak", "4", "--strong", "8", "--split", "zigzag", "--only", "hytopk+replay", "--warmups", "0",
         "--rounds", "1", "--out", str(tmp_path), "--commit", "test",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -513,7 +519,7 @@ def test_scaling_runs_dry_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = (tmp_path / "scaling.jsonl").read_text().splitlines()
     record = json.loads(line)
-    assert (record["gpus"], record["sequence"], record["mode"]) == (2, 16, "hytopk+replay")
+    assert (record["gpus"], record["sequence"], record["mode"]) == (2, 8, "hytopk+replay")
     assert sum(record["parts"].values()) == pytest.approx(record["step_ms"])
     assert len(record["config"]["communication_ms"]) == 2
     assert record["config"]["scaling"] == "weak and strong"
