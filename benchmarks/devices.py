@@ -1,7 +1,7 @@
 """What a measuring script sets before torch starts, and what it says about where it ran."""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 
 def prepare(device: str) -> None:
@@ -16,7 +16,7 @@ def prepare(device: str) -> None:
         quicken()
 
 
-def usual_device() -> str:
+def usual_device() -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

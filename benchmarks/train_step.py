@@ -110,7 +110,7 @@ def _rank(rank: int, size: int, store: str, plan: Plan) -> None:
     from hyscale_kernels.training.ranks import group_of
 
     with group_of(rank, size, store, plan.device) as device:
-        _run(plan, device, ContextParallel.over(split=plan.split))
+        _run(plan, device, ContextParallel.over(split=plan.split))  # type: ignore[arg-type]
 
 
 def _run(plan: Plan, device: Any, context: Any) -> None:
@@ -225,7 +225,8 @@ def _largest(plan: Plan, trainer: "Trainer") -> None:
     else:
         capacity = 2**40
     baseline = _baseline(plan, trainer, 4 * start)
-    own, found = trainer.model, {}
+    own = trainer.model
+    found: dict[str, dict[str, Any]] = {}
     for mode in plan.modes:
         options = layer_options(mode, baseline.selection, baseline.table_bytes)  # type: ignore[arg-type]
         trainer.model = retargeted(own, **options)
@@ -251,7 +252,10 @@ def _largest(plan: Plan, trainer: "Trainer") -> None:
 
 
 def _check(plan: Plan, config: "RunConfig", device: Any, context: Any) -> None:
-    """What training promises of bits: replay, restart, and selections against a sorted score table."""
+    """What training promises of bits: replay, restart, and selections against a sorted score table.
+
+    Exit status 1 if a promise is broken.
+    """
     from hyscale_kernels.training import Trainer, library_text, load, save
     from hyscale_kernels.training.measure import clear
 
@@ -276,11 +280,11 @@ def _check(plan: Plan, config: "RunConfig", device: Any, context: Any) -> None:
     half = plan.check_steps // 2
     trainer, plain = train(plan.check_steps, "full")
     facts = {"steps": plan.check_steps, "sequence": sequence, "first_loss": plain[0], "last_loss": plain[-1]}
-    _claim(plan, trainer, "the loss falls", plain[-1] < plain[0], {**facts, "losses": plain})
+    held = [_claim(plan, trainer, "the loss falls", plain[-1] < plain[0], {**facts, "losses": plain})]
     del trainer
     trainer, sorted_table = train(plan.check_steps, "full", "own-table")
     claim = "losses with HyTopK and with a sorted table of its scores are bit-equal"
-    _claim(plan, trainer, claim, sorted_table == plain, facts)
+    held.append(_claim(plan, trainer, claim, sorted_table == plain, facts))
     del trainer
     folder = Path(tempfile.mkdtemp()) if context is None or context.rank == 0 else Path()
     try:
@@ -288,30 +292,33 @@ def _check(plan: Plan, config: "RunConfig", device: Any, context: Any) -> None:
         save(trainer, folder / "half.pt")
         more = [trainer.step() for _ in range(plan.check_steps - half)]
         replayed = first + [result.loss + sum(result.kl) for result in more]
-        _claim(plan, trainer, "losses with and without replay are bit-equal", replayed == plain, facts)
+        claim = "losses with and without replay are bit-equal"
+        held.append(_claim(plan, trainer, claim, replayed == plain, facts))
         del trainer
         if context is None:
-            trainer, rest = train(
-                "full+replay", plan.check_steps, lambda each: load(each, folder / "half.pt")
-            )
-            same = rest == replayed[half:]
-            _claim(plan, trainer, "a restart gives the same losses, bit for bit", same, {"from": half})
+            trainer, rest = train(plan.check_steps, "full+replay", resume=folder / "half.pt")
+            claim = "a restart gives the same losses, bit for bit"
+            held.append(_claim(plan, trainer, claim, rest == replayed[half:], {**facts, "from": half}))
     finally:
         if folder != Path():
             shutil.rmtree(folder, ignore_errors=True)
+    if not all(held):
+        raise typer.Exit(1)
 
 
-def _claim(plan: Plan, trainer: "Trainer", claim: str, holds: bool, facts: dict[str, Any]) -> None:
+def _claim(plan: Plan, trainer: "Trainer", claim: str, holds: bool, facts: dict[str, Any]) -> bool:
+    """Write the claim, and give back whether it holds."""
     from hyscale_kernels.training.records import append
 
     if trainer.context is not None and trainer.context.rank:
-        return
+        return holds
     record = {
         "schema": 1, **header(plan.commit, plan.device), "gpus": plan.gpus, "claim": claim, "holds": holds,
         **facts, "config": {"run": trainer.identity(), **surroundings()},
     }  # fmt: skip
     append(plan.out / "train_step_checks.jsonl", record)
     print(f"{'holds' if holds else 'FAILS'}: {claim}", flush=True)
+    return holds
 
 
 if __name__ == "__main__":

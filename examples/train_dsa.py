@@ -72,7 +72,7 @@ def main(
     from hyscale_kernels.training import PRESETS, CheckpointError
     from hyscale_kernels.training.ranks import torchrun_group
 
-    changes = {
+    changes: dict[str, Any] = {
         "selection": selection, "recompute": recompute, "indexer_dtype": indexer_dtype, "seed": seed,
         "row_block": row_block, "deterministic": deterministic or None,
         "dtype": None if device == "cuda" else "float32",

@@ -5,7 +5,7 @@ Shape letters: T rows, S keys, H indexer heads, D indexer head size.
 
 import gc
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,7 +92,7 @@ class Turns:
 
 
 def in_turns(
-    calls: dict[str, Callable[[], Any]],
+    calls: Mapping[str, Callable[[], Any]],
     *,
     warmups: int,
     rounds: int,
