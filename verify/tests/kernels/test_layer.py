@@ -271,8 +271,9 @@ def test_a_layer_computes_what_it_does_written_out(case: str, stage: Any) -> Non
 def as_mask(seen: Observation) -> torch.Tensor:
     """Which keys are selected, bool [T, S]."""
     indices = seen.indices.long()
-    chosen = torch.zeros(len(indices), seen.latent.shape[0], dtype=torch.int32, device=indices.device)
-    return chosen.scatter_add_(1, indices.clamp(min=0), (indices >= 0).int()).bool()
+    S = seen.latent.shape[0]
+    chosen = torch.zeros(len(indices), S + 1, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(1, indices.masked_fill(indices < 0, S), True)[:, :S]
 
 
 def published(shape: ModelShape) -> Any:
