@@ -6,8 +6,8 @@ started once and run every case, those of two ranks in a group of two.
 What is promised. Selections: the same bits, in every layer, because projections run in blocks of rows of one
 size (``row_block``) and nothing else of a row's forward pass looks at other rows of its rank. Losses and
 gradients: the same terms added in another order, so within 64 units of float32's precision of the largest
-element of the tensor (measured: 10); whatever goes missing or comes twice is a share of the whole. In bfloat16
-the ranks' parts of a key's gradient are rounded before they are added: 8 units of bfloat16's precision.
+element of the tensor (measured: 10); whatever goes missing or comes twice is a share of the whole. In
+bfloat16 the ranks' parts of a key's gradient are rounded before they are added: 8 units of its precision.
 """
 
 import os
