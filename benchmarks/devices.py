@@ -3,23 +3,32 @@
 import os
 from typing import Any, Literal
 
-
-def prepare(device: str) -> None:
-    """Call it in every process before hyscale_kernels is imported."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-        from hyscale_verify.interpreter import quicken
-
-        quicken()
+# NVLink multicast stays off: figures are of NCCL's other algorithms.
+SETTINGS = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_NVLS_ENABLE": "0",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 
 
-def usual_device() -> Literal["cpu", "cuda"]:
-    import torch
+def prepare(device: str | None) -> Literal["cpu", "cuda"]:
+    """Call it in every process before torch and hyscale_kernels are imported; gives the device to use.
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    None: a GPU if there is one. A CPU runs the kernels in Triton's interpreter.
+    """
+    os.environ.update(SETTINGS)
+    if device is None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        return "cuda"
+    os.environ["TRITON_INTERPRET"] = "1"
+    from hyscale_verify.interpreter import quicken
+
+    quicken()
+    return "cpu"
 
 
 def header(commit: str, device: str) -> dict[str, Any]:
@@ -38,6 +47,5 @@ def surroundings() -> dict[str, Any]:
     """Versions, sources and settings that a measured step depends on."""
     from hyscale_kernels.provenance import environment
 
-    names = ("NCCL_NVLS_ENABLE", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
     found = environment("attention", "baselines", "hytopk", "indexer", "layer", "replay", "training")
-    return {**found, "settings": {name: os.environ.get(name, "") for name in names}}
+    return {**found, "settings": {name: os.environ.get(name, "") for name in SETTINGS}}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from devices import header, prepare, surroundings, usual_device
+from devices import header, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.layer import LayerConfig
@@ -112,8 +112,7 @@ def main(
     out: Annotated[Path, Option(help="folder of the records")] = RESULTS,
     commit: Annotated[str, Option(help="to record; default: as git says")] = "",
 ) -> None:
-    device = device or usual_device()
-    prepare(device)
+    device = prepare(device)
     import torch
 
     from hyscale_kernels.layer import LayerConfig

@@ -12,7 +12,7 @@ the most telling first: no step begins after --budget, and what is left is liste
     scaling_nccl.jsonl         all-gather and reduce-scatter, 1 MiB to 2 GiB, as a profile
     scaling_predicted.jsonl    predictions, with the time at which they were made
 
-NVLink multicast stays off (NCCL_NVLS_ENABLE=0).
+NVLink multicast stays off.
 
 Time, by an estimate for two layers of GLM-5.1 on H200: a step of 64K tokens a GPU takes 2 to 3 s on 1 to 8
 GPUs, materialised in PyTorch 4 (64K) to 10 s (512K); the 12 groups of three modes, 1 + 3 rounds, 500 s, the
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
-from devices import header, prepare, surroundings, usual_device
+from devices import header, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, Trainer
@@ -135,8 +135,7 @@ def main(
     commit: Annotated[str, Option(help="to record; default: as git says")] = "",
 ) -> None:
     began = time.time()
-    device = "cpu" if predict else device or usual_device()
-    prepare(device)
+    device = prepare("cpu" if predict else device)
     for name, given, allowed in (("only", only, MODES), ("split", split, ("zigzag", "contiguous"))):
         wrong = [each for each in given or () if each not in allowed]
         if wrong:

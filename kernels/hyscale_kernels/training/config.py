@@ -168,7 +168,7 @@ SMALL = RunConfig(
     mlp=3072,
     phases=(
         Phase(stage="sparse", steps=200, sequence=32768, document=2048),
-        Phase(stage="warmup", steps=40, sequence=16384),
+        Phase(stage="warmup", steps=100, sequence=8192),
         Phase(stage="sparse", steps=200, sequence=32768, learning_rate=3e-4),
     ),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from torch.multiprocessing.spawn import start_processes
 from ..layer import ContextParallel
 from ..layer.rows import Split
 
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 PATIENCE = timedelta(minutes=3)
 
 
@@ -27,7 +28,7 @@ def start(function: Callable[..., None], size: int, *arguments: Any) -> None:
     They are to call :func:`group_of` with these. Raises ProcessRaisedException with the traceback of the
     first that failed; the others are ended.
     """
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.update(NO_MULTICAST)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (size, str(Path(folder) / "store"), *arguments)
         start_processes(function, arguments, nprocs=size, start_method="spawn")
@@ -66,7 +67,7 @@ def torchrun_group(
         yield _device(device, 0), None
         return
     own = _device(device, int(environment.get("LOCAL_RANK", "0")))
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.update(NO_MULTICAST)
     distributed.init_process_group(
         "nccl" if own.type == "cuda" else "gloo", timeout=PATIENCE,
         device_id=own if own.type == "cuda" else None,
