@@ -95,17 +95,14 @@ class Plan:
 
     def config(self) -> "RunConfig":
         """The model and how it trains; projections in blocks, so that ranks cannot change a result."""
-        from hyscale_kernels.training import PRESETS, first_layers
-        from hyscale_ref.shapes import GLM_5_1
+        from hyscale_kernels.training import PRESETS, glm_layers
 
         if self.tiny:
             config = replace(PRESETS["tiny"], row_block=2)
             if self.device == "cuda":
                 config = replace(config, dtype="bfloat16")
         else:
-            config = PRESETS["glm"]
-            shape = replace(first_layers(GLM_5_1, self.layers), name=f"glm-5.1-{self.layers}-layers")
-            config = replace(config, shape=shape)
+            config = replace(PRESETS["glm"], shape=glm_layers(self.layers))
         phase = replace(config.phases[-1], sequence=self.checked(config.row_block or 1))
         return replace(config, phases=(phase,))
 
@@ -130,7 +127,7 @@ def main(
     warmups: Annotated[int, Option(min=0, help="steps of each mode before those that are timed")] = 1,
     rounds: Annotated[int, Option(min=1, help="timed steps of each mode")] = 3,
     tables: Annotated[bool, Option(help="time NCCL's collectives as well")] = True,
-    budget: Annotated[float, Option(help="seconds after which nothing begins")] = 540.0,
+    budget: Annotated[float, Option(help="seconds after which nothing begins")] = 510.0,
     out: Annotated[Path, Option(help="folder of the records")] = RESULTS,
     commit: Annotated[str, Option(help="to record; default: as git says")] = "",
 ) -> None:

@@ -70,7 +70,7 @@ def main(
         bool, Option("--largest", help="find the longest that fits, and measure there")
     ] = False,
     only: Annotated[list[str] | None, Option(help="mode to measure; may be repeated; default: all")] = None,
-    layers: Annotated[int | None, Option(help="first layers of the preset's model")] = None,
+    layers: Annotated[int | None, Option(help="of the model; default: as the preset has")] = None,
     steps: Annotated[int, Option(min=1, help="timed steps of a mode")] = 5,
     warmups: Annotated[int, Option(min=0, help="steps before them")] = 2,
     baseline: Annotated[
@@ -113,11 +113,14 @@ def _rank(rank: int, size: int, store: str, plan: Plan) -> None:
 
 
 def _run(plan: Plan, device: Any, context: Any) -> None:
-    from hyscale_kernels.training import PRESETS, Trainer, first_layers, library_text
+    from hyscale_kernels.training import PRESETS, Trainer, first_layers, glm_layers, library_text
 
     config = PRESETS[plan.preset]
     if plan.layers is not None:
-        config = replace(config, shape=first_layers(config.shape, plan.layers))
+        glm = plan.preset == "glm"
+        config = replace(
+            config, shape=glm_layers(plan.layers) if glm else first_layers(config.shape, plan.layers)
+        )
     if plan.check:
         _check(plan, config, device, context)
         return
@@ -243,7 +246,8 @@ def _largest(plan: Plan, trainer: "Trainer") -> None:
         limit = 8 * start if plan.device == "cuda" else 2 * start
         length, tried = longest(peak, start=start, unit=block, capacity=capacity, limit=limit)
         found[mode] = {"tokens": length, "tried": tried}
-        print(f"{mode:14} longest {length} of {tried}", file=sys.stderr, flush=True)
+        if trainer.context is None or trainer.context.rank == 0:
+            print(f"{mode:14} longest {length} of {tried}", file=sys.stderr, flush=True)
     trainer.model = own
     shortest = min(each["tokens"] for each in found.values())
     if shortest:

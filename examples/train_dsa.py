@@ -35,7 +35,7 @@ def main(
     ] = "tiny",
     device: Annotated[Literal["cpu", "cuda"] | None, Option(help="default: a GPU if there is one")] = None,
     sequence: Annotated[int | None, Option(help="bytes a step, in every phase")] = None,
-    layers: Annotated[int | None, Option(help="first layers of the preset's model")] = None,
+    layers: Annotated[int | None, Option(help="of the model; default: as the preset has")] = None,
     heads: Annotated[int | None, Option(help="query heads")] = None,
     indexer_heads: Annotated[int | None, Option(help="heads of the indexer")] = None,
     top_k: Annotated[int | None, Option(help="keys that a row selects")] = None,
@@ -139,9 +139,11 @@ def _recall(trainer: "Trainer", config: "RunConfig") -> dict[str, dict[str, floa
 def _shaped(
     config: "RunConfig", layers: int | None, heads: int | None, indexer_heads: int | None, top_k: int | None
 ) -> "RunConfig":
-    from hyscale_kernels.training import first_layers
+    from hyscale_kernels.training import PRESETS, first_layers, glm_layers
 
-    shape = config.shape if layers is None else first_layers(config.shape, layers)
+    shape = config.shape
+    if layers is not None:
+        shape = glm_layers(layers) if config == PRESETS["glm"] else first_layers(shape, layers)
     indexer = {"heads": indexer_heads, "top_k": top_k}
     given = {name: value for name, value in indexer.items() if value is not None}
     shape = replace(shape, indexer=replace(shape.indexer, **given))

@@ -1,7 +1,7 @@
 """Training a small language model with sparse-attention layers: the run, its text, checkpoints."""
 
 from .checkpoint import CheckpointError, load, save
-from .config import PRESETS, Phase, RunConfig, first_layers
+from .config import PRESETS, Phase, RunConfig, first_layers, glm_layers
 from .text import Text, draw, library_text
 from .trainer import StepResult, Trainer, retargeted
 
@@ -15,6 +15,7 @@ __all__ = [
     "Trainer",
     "draw",
     "first_layers",
+    "glm_layers",
     "library_text",
     "load",
     "retargeted",

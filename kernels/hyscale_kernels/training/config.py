@@ -142,6 +142,11 @@ def first_layers(shape: ModelShape, layers: int) -> ModelShape:
     )
 
 
+def glm_layers(layers: int) -> ModelShape:
+    """GLM-5.1's attention, so many layers deep; ValueError for more than it has."""
+    return replace(first_layers(GLM_5_1, layers), name=f"glm-5.1-{layers}-layers")
+
+
 # For a CPU: Triton's interpreter takes a fraction of a second for a row and layer that selects. The second
 # layer shares the first one's selection.
 TINY = RunConfig(
@@ -175,7 +180,7 @@ SMALL = RunConfig(
 
 # Two layers of GLM-5.1's attention and dense feed-forward: what a step of the large model repeats.
 GLM = RunConfig(
-    shape=replace(first_layers(GLM_5_1, 2), name="glm-5.1-2-layers"),
+    shape=glm_layers(2),
     mlp=12288,
     indexer_dtype="fp8",
     row_block=4096,
