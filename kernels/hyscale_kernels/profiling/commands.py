@@ -117,7 +117,9 @@ def compare_command(
     if as_json is not None:
         write_json(as_json, record)
     if as_json is None or str(as_json) != "-":
-        output().print(report.comparison_table(found, f"{second.name} over {first.name}", limit, most))
+        title = f"{second.name} over {first.name}"
+        output().print(report.comparison_table(found, title, limit, most))
+        output().print(report.comparison_summary(found, title, limit))
         median, high = record["median_difference"], record["p95_difference"]
         Console(highlight=False, soft_wrap=True).print(
             f"{len(found.pairs)} shapes in common ({found.only_first} and {found.only_second} in one alone); "

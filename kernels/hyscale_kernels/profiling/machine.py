@@ -42,7 +42,6 @@ class Conditions:
     name: str
     serial: str = ""
     gpus: int = 1
-    memory_bytes: int = 0
     power_limit_w: float | None = None
     versions: tuple[tuple[str, str], ...] = ()
     commit: str = ""
@@ -170,12 +169,10 @@ def conditions(commit: str = "") -> Conditions:
     for name, value in (("driver", _query("driver_version")), ("hyscale", _installed())):
         if value:
             versions[name] = value
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Conditions(
         name=found["gpu"],
         serial=_query("serial") or found["serial"],
         gpus=torch.cuda.device_count(),
-        memory_bytes=properties.total_memory,
         power_limit_w=_number(_query("power.limit")),
         versions=tuple(sorted(versions.items())),
         commit=commit or git_commit(),

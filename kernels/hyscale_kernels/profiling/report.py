@@ -5,13 +5,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from hyscale_ref.profile import ProfilePoint, shape_text
 
 from .compare import APART, Comparison, Pair
 
-OK, AMBER = "ok", "dark_orange3"
+OK = "ok"
 
 
 def point_table(points: Sequence[ProfilePoint], title: str) -> Table:
@@ -73,6 +74,26 @@ def spread(point: ProfilePoint) -> float | None:
     if point.p20_us is None or point.p80_us is None or point.median_us is None:
         return None
     return (point.p80_us - point.p20_us) / 2 / point.median_us
+
+
+def comparison_summary(found: Comparison, title: str, apart: float = APART) -> Table:
+    """A row an op: how many shapes, and how their ratios spread."""
+    table = Table(title=title)
+    table.add_column("op", overflow="fold")
+    for heading in ("shapes", "median ratio", "least", "most", "within noise", f"over {apart:.0%} apart"):
+        table.add_column(heading, justify="right")
+    for name, pairs in found.by_op().items():
+        ratios = sorted(pair.ratio for pair in pairs)
+        table.add_row(
+            name,
+            str(len(pairs)),
+            f"{float(np.median(ratios)):.3f}",
+            f"{ratios[0]:.3f}",
+            f"{ratios[-1]:.3f}",
+            str(sum(pair.noise for pair in pairs)),
+            str(sum(pair.verdict(apart) == "apart" for pair in pairs) or ""),
+        )
+    return table
 
 
 def comparison_table(found: Comparison, title: str, apart: float = APART, most: int = 60) -> Table:

@@ -13,7 +13,6 @@ from hyscale_ref.profile import ProfilePoint
 H200 = Conditions(
     name="NVIDIA H200",
     serial="1234",
-    memory_bytes=150 * 10**9,
     power_limit_w=700.0,
     versions=(("torch", "2.11.0"), ("triton", "3.6.0")),
     commit="0123456789ab",

@@ -421,6 +421,10 @@ def test_compare_prints_quantiles_and_can_be_a_gate(
     said = capsys.readouterr().out
     assert "40 shapes in common (0 and 0 in one alone); difference: median 1.0%, p95 8.0%" in said
     assert "1 more than 15% apart" in said
+    row = next(line for line in said.splitlines() if "gemm bf16" in line)
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
+        "gemm bf16", "40", "1.010", "1.010", "1.300", "0", "1"
+    ]  # fmt: skip
     for limits, code in ((["--max-median", "3", "--max-p95", "10"], 0), (["--max-p95", "5"], 1)):
         assert (
             profile(["compare", str(first), str(second), *limits, "--json", str(tmp_path / "c.json")]) == code
