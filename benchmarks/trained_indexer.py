@@ -131,7 +131,7 @@ def _config(tiny: bool, seed: int, device: str) -> "RunConfig":
     endless = 10**9
     if tiny:
         config = replace(PRESETS["tiny"], dtype="bfloat16" if device == "cuda" else "float32")
-        lengths, rate = (16, 4, 16, 16), 1e-2
+        lengths, rate = (8, 4, 8, 8), 1e-2
     else:
         config, lengths, rate = PRESETS["small"], (8192, 2048, 8192, 32768), 1e-3
     phases = (

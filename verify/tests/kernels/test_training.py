@@ -491,6 +491,42 @@ def test_a_missing_or_foreign_capture_is_an_error(tmp_path: Path) -> None:
         captures.read(tmp_path / "other.npz")
 
 
+# The scripts that measure.
+
+
+def test_a_layer_is_measured_in_its_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    gains = script("benchmarks", "layer_gains", monkeypatch)
+    options = ["--model", "tiny", "--device", "cpu", "--tokens", "8", "--only", "hytopk+replay"]
+    found = CliRunner().invoke(
+        gains.app, [*options, "--rounds", "1", "--warmups", "0", "--out", str(tmp_path), "--commit", "test"]
+    )
+    assert found.exit_code == 0, found.output
+    record = json.loads((tmp_path / "layer_gains.jsonl").read_text())
+    assert record["mode"] == "hytopk+replay"
+    assert sum(record["parts"].values()) == pytest.approx(record["ms"])
+    assert {"selection.forward", "selection.recompute", "attention.backward"} <= record["parts"].keys()
+    assert record["config"]["layer"]["recompute"] == "full+replay"
+
+
+def test_an_indexer_is_trained_and_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    train = script("benchmarks", "trained_indexer", monkeypatch)
+    data = tmp_path / "indexer.npz"
+    options = ["--tiny", "--device", "cpu", "--most-steps", "1", "--every", "1", "--data", str(data)]
+    found = CliRunner().invoke(train.app, [*options, "--out", str(tmp_path), "--commit", "test"])
+    record = json.loads((tmp_path / "trained_indexer.jsonl").read_text())
+    assert found.exit_code == (0 if record["holds"] else 1), found.output
+    assert record["holds"] == (record["kl_end_over_start"] <= 0.5)
+    assert record["steps"] == {"dense": 1, "warmup": 1, "sparse": 1}
+    seen = captures.read(data)
+    assert seen.provenance["run"]["text_sha256"] == record["run"]["text_sha256"]
+    assert seen.layers[0].positions.tolist() == [4, 5, 6, 7]
+    assert seen.layers[0].k.values.shape == (8, 16)
+
+
 # Scaling.
 
 
