@@ -12,10 +12,21 @@ from . import (
     optimizer,
     replay,
     selection,
+    stages,
 )
 
 FAMILIES = (
-    selection, replay, attention, moe, linears, elementwise, optimizer, dense_attention, copies, collectives,
-)  # fmt: skip
+    selection,
+    stages,
+    replay,
+    attention,
+    moe,
+    linears,
+    elementwise,
+    optimizer,
+    dense_attention,
+    copies,
+    collectives,
+)
 
 ALL: tuple[Op, ...] = tuple(op for family in FAMILIES for op in family.OPS)

@@ -11,7 +11,8 @@ from hyscale_kernels.profiling import ceilings, fused
 from hyscale_kernels.profiling.op import Draw, Op, grid
 from hyscale_kernels.profiling.ops import ALL, FAMILIES
 from hyscale_kernels.profiling.ops.moe import counts
-from hyscale_kernels.profiling.ops.selection import Stages, case
+from hyscale_kernels.profiling.ops.selection import case
+from hyscale_kernels.profiling.ops.stages import Stages
 from hyscale_kernels.profiling.session import planned_s
 from hyscale_kernels.profiling.suites import SUITES, suite
 from hyscale_simulator.kernels import OPS, kernel
