@@ -13,7 +13,7 @@ from .plan import AttentionPlan
 from .tiles import LN_2, LOG2_E, Call, add_dot, load_places, load_tile, narrowed, row_end
 
 
-@triton.jit(do_not_specialize=["K", "S", "scale"])
+@triton.jit(do_not_specialize=["K", "S", "scale", "always"])
 def _forward_kernel(
     q_ptr,
     latent_ptr,
@@ -27,6 +27,7 @@ def _forward_kernel(
     q_stride_t,
     q_stride_h,
     stride,
+    always,
     HAS_SINK: tl.constexpr,
     HQ: tl.constexpr,
     VALUE: tl.constexpr,
@@ -40,6 +41,7 @@ def _forward_kernel(
 ):
     """out and log-sum-exp of row program_id(0) // BLOCKS, HEADS heads."""
     BLOCKS: tl.constexpr = (HQ + HEADS - 1) // HEADS
+    FEW: tl.constexpr = HEADS < 64  # no warp-group products: plain code
     program = tl.program_id(0).to(tl.int64)
     row = program // BLOCKS
     heads = program % BLOCKS * HEADS + tl.arange(0, HEADS)
@@ -55,19 +57,27 @@ def _forward_kernel(
     for i in tl.range(0, row_end(p_index, K, SEARCH), N, num_stages=STAGES):
         keys, used, beyond = load_places(p_index, i + tl.arange(0, N), K, S)
         b_v = load_tile(latent_ptr, keys, stride, used, 0, VALUE, V_PAD)
-        a = dot(b_q, tl.trans(b_v))
         if REST:
             b_rest = load_tile(latent_ptr, keys, stride, used, VALUE, REST, R_PAD)
-            a = add_dot(a, b_q_rest, tl.trans(b_rest))
-        absent = tl.where(beyond, float("nan"), float("-inf"))
-        a = tl.where(used[None, :], a * (scale * LOG2_E), absent[None, :])
-        higher = tl.maximum(top, tl.max(a, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far
-        p = tl.exp2(a - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = add_dot(acc * shrink[:, None], narrowed(p, latent_ptr), b_v)
-        top = higher
+            a_rest = dot(b_q_rest, tl.trans(b_rest)) * (scale * LOG2_E)
+        # Both conditions always hold. README.md, "Two branches", says what they do to the schedule.
+        if FEW or i < K:
+            b_p = narrowed(tl.full((HEADS, N), scale, tl.float32), latent_ptr)  # never seen
+            shrink = tl.full((HEADS,), 1.0, tl.float32)
+            if FEW or i < always:
+                a = dot(b_q, tl.trans(b_v)) * (scale * LOG2_E)
+                if REST:
+                    a += a_rest
+                absent = tl.where(beyond, float("nan"), float("-inf"))
+                a = tl.where(used[None, :], a, absent[None, :])
+                higher = tl.maximum(top, tl.max(a, axis=1))
+                base = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far
+                p = tl.exp2(a - base[:, None])
+                shrink = tl.exp2(top - base)
+                total = total * shrink + tl.sum(p, axis=1)
+                top = higher
+                b_p = narrowed(p, latent_ptr)
+            acc = add_dot(acc * shrink[:, None], b_p, b_v)
     whole = total
     if HAS_SINK:
         sink = tl.load(sink_ptr + heads, mask=live, other=0.0) * LOG2_E
@@ -92,6 +102,7 @@ def launch_forward(call: Call, plan: AttentionPlan) -> tuple[torch.Tensor, torch
         out,
         log_sum_exp,
         *call.numbers(),
+        2**31 - 1,
         **call.constants(),
         HEADS=plan.heads,
         N=plan.keys,
