@@ -28,7 +28,7 @@ class Prepared:
     dsink: torch.Tensor | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["peak_stride"])
 def _prepare_kernel(
     q_ptr,
     sink_ptr,
