@@ -75,7 +75,7 @@ class AttentionCase:
         )
 
 
-def draw_case(seed: int, kind: str, dtype: str, *, large: bool = False) -> AttentionCase:
+def draw_case(seed: int, kind: str, dtype: str, large: tuple[int, int] | None = None) -> AttentionCase:
     """A case of ``kind``, one of KINDS; the same seed gives the same case.
 
     normal  normal numbers, any lengths, holes anywhere, empty rows
@@ -84,7 +84,7 @@ def draw_case(seed: int, kind: str, dtype: str, *, large: bool = False) -> Atten
     exact   logits and weights are powers of two and values small integers: out is exact in every format
     single  rows of one key or none: p is 1, and the keys' gradient is a sum of integers
 
-    ``large`` draws production's sizes (D = 576 = 512 + 64, up to 128 heads), for a GPU.
+    ``large``, heads and elements of a key beyond its 512 of value, draws sizes for a GPU.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: {kind!r}; allowed: {', '.join(KINDS)}")
@@ -95,8 +95,8 @@ def draw_case(seed: int, kind: str, dtype: str, *, large: bool = False) -> Atten
 
     T, Hq = one_of(1, 2, 3, 5), one_of(1, 3, 16, 20)
     Dv, rest, S, K = one_of(2, 5, 8, 33), one_of(0, 1, 4), one_of(1, 9, 40, 40), one_of(1, 7, 20, 33)
-    if large:
-        T, Hq, Dv, rest = one_of(1, 5, 40), one_of(16, 64, 64, 128), 512, one_of(0, 64, 64)
+    if large is not None:
+        T, Dv, (Hq, rest) = one_of(1, 5, 40), 512, large
         S, K = one_of(70, 3000), one_of(1, 64, 200, 700)
     D = Dv + rest
     sink = 3 * generator.standard_normal(Hq).astype(np.float32) if generator.random() < 0.6 else None

@@ -24,6 +24,8 @@ from hyscale_verify.properties.base import Property, Trial
 Judgement = Callable[[Any, str, int], None]
 
 WAYS = ("atomic", "fixed_point")
+# Operands, heads and elements beyond the value that a GPU is tried on: each is a set of kernels to compile.
+LARGE = (("fp16", 16, 0), ("bf16", 64, 64), ("bf16", 64, 64), ("bf16", 128, 64))
 ROW_PARTS = ("out", "log_sum_exp", "mass", "q")
 
 
@@ -118,8 +120,10 @@ def _drawn(device: str, seed: int, *kinds: str) -> tuple[AttentionCase, np.rando
     """A case of one of ``kinds``, and a generator for further choices."""
     generator = np.random.default_rng(seed)
     kind = str(generator.choice(kinds))
-    dtype = str(generator.choice(("bf16", "bf16", "fp16"))) if device == "cuda" else "fp32"
-    return draw_case(seed, kind, dtype, large=device == "cuda"), generator
+    if device != "cuda":
+        return draw_case(seed, kind, "fp32"), generator
+    dtype, heads, rest = LARGE[int(generator.integers(len(LARGE)))]
+    return draw_case(seed, kind, dtype, (heads, rest)), generator
 
 
 def _within(
