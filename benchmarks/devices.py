@@ -1,7 +1,10 @@
 """What a measuring script sets before torch starts, and what it says about where it ran."""
 
 import os
+from collections.abc import Callable
 from typing import Any, Literal
+
+import typer
 
 # NVLink multicast stays off: figures are of NCCL's other algorithms.
 SETTINGS = {
@@ -10,6 +13,17 @@ SETTINGS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+
+
+def one_of(*allowed: str) -> Callable[[str | None], str | None]:
+    """A callback of an option: the value if it is allowed or None, else an error of usage."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{value!r}; allowed: {', '.join(allowed)}")
+        return value
+
+    return check
 
 
 def prepare(device: str | None) -> Literal["cpu", "cuda"]:

@@ -18,10 +18,10 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from devices import header, prepare, surroundings
+from devices import header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.layer import LayerConfig
@@ -105,7 +105,9 @@ def main(
     tokens: Annotated[list[int] | None, Option(help="length; may be repeated; default: 65536 131072")] = None,
     longest: Annotated[bool, Option("--longest", help="the longest that every mode fits, too")] = False,
     only: Annotated[list[str] | None, Option(help="mode; may be repeated; default: all three")] = None,
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="default: a GPU if there is one")] = None,
+    device: Annotated[
+        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+    ] = None,
     rounds: Annotated[int, Option(min=1, help="timed steps of a mode")] = 5,
     warmups: Annotated[int, Option(min=0, help="steps before them")] = 1,
     budget: Annotated[float, Option(help="seconds after which no round begins")] = 540.0,

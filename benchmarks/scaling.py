@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from devices import header, prepare, surroundings
+from devices import header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, Trainer
@@ -114,7 +114,9 @@ class Plan:
 @app.command(help=__doc__)
 def main(
     predict: Annotated[bool, Option("--predict", help="only write what the simulator predicts")] = False,
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="default: a GPU if there is one")] = None,
+    device: Annotated[
+        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+    ] = None,
     tiny: Annotated[bool, Option("--tiny", help="the model that fits Triton's interpreter")] = False,
     ranks: Annotated[
         list[int] | None, Option(help="GPUs; may be repeated; default: 1, 2, 4, 8, as many as there are")

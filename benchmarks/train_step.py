@@ -23,10 +23,10 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from devices import header, prepare, surroundings
+from devices import header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, Trainer
@@ -62,8 +62,12 @@ class Plan:
 
 @app.command(help=__doc__)
 def main(
-    preset: Annotated[Literal["glm", "small", "tiny"], Option(help="model")] = "glm",
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="default: a GPU if there is one")] = None,
+    preset: Annotated[
+        str, Option(help="glm, small or tiny", callback=one_of("glm", "small", "tiny"))
+    ] = "glm",
+    device: Annotated[
+        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+    ] = None,
     gpus: Annotated[int, Option(min=1, help="ranks of the context-parallel group")] = 1,
     sequence: Annotated[list[int] | None, Option(help="tokens of a step; may be repeated")] = None,
     largest: Annotated[
@@ -74,9 +78,18 @@ def main(
     steps: Annotated[int, Option(min=1, help="timed steps of a mode")] = 5,
     warmups: Annotated[int, Option(min=0, help="steps before them")] = 2,
     baseline: Annotated[
-        Literal["best", "torch", "deepgemm+flashinfer"], Option(help="what materialises the scores")
+        str,
+        Option(
+            help="what materialises the scores: best, torch or deepgemm+flashinfer",
+            callback=one_of("best", "torch", "deepgemm+flashinfer"),
+        ),
     ] = "best",
-    split: Annotated[Literal["zigzag", "contiguous"], Option(help="of a sequence over ranks")] = "zigzag",
+    split: Annotated[
+        str,
+        Option(
+            help="of a sequence over ranks: zigzag or contiguous", callback=one_of("zigzag", "contiguous")
+        ),
+    ] = "zigzag",
     check: Annotated[bool, Option("--check", help="only show what must be equal, bit for bit")] = False,
     check_steps: Annotated[int, Option(min=2, help="of --check")] = 50,
     budget: Annotated[float, Option(help="seconds after which no round begins")] = 480.0,

@@ -32,10 +32,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from devices import header, prepare, surroundings
+from devices import header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.layer import Observation
@@ -51,7 +51,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(help=__doc__)
 def main(
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="default: a GPU if there is one")] = None,
+    device: Annotated[
+        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+    ] = None,
     budget: Annotated[float, Option(help="seconds, all in all")] = 540.0,
     most_steps: Annotated[int | None, Option(help="of a phase, even if there is time")] = None,
     every: Annotated[int, Option(min=1, help="sparse steps between two looks at the KL")] = 20,

@@ -12,10 +12,11 @@ configuration, then one line a step. README.md beside this file says what is rec
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -25,15 +26,34 @@ if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, StepResult, Trainer
 
 Option = typer.Option
+
+
+def one_of(*allowed: str) -> Callable[[str | None], str | None]:
+    """A callback of an option: the value if it is allowed or None, else an error of usage."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{value!r}; allowed: {', '.join(allowed)}")
+        return value
+
+    return check
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(help=__doc__)
 def main(
     preset: Annotated[
-        Literal["tiny", "small", "glm"], Option(help="sizes of the model and of the run")
+        str,
+        Option(
+            help="tiny, small or glm: sizes of the model and of the run",
+            callback=one_of("tiny", "small", "glm"),
+        ),
     ] = "tiny",
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="default: a GPU if there is one")] = None,
+    device: Annotated[
+        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+    ] = None,
     sequence: Annotated[int | None, Option(help="bytes a step, in every phase")] = None,
     layers: Annotated[int | None, Option(help="of the model; default: as the preset has")] = None,
     heads: Annotated[int | None, Option(help="query heads")] = None,
@@ -43,20 +63,23 @@ def main(
     steps: Annotated[int | None, Option(help="of the last phase, the sparse stage")] = None,
     learning_rate: Annotated[float | None, Option(help="in every phase")] = None,
     selection: Annotated[
-        Literal["hytopk", "materialised", "deepgemm+flashinfer", "own-table"] | None,
-        Option(help="how keys are selected"),
+        str | None,
+        Option(help="how keys are selected: hytopk, materialised, deepgemm+flashinfer or own-table"),
     ] = None,
     recompute: Annotated[
-        Literal["none", "full", "full+replay"] | None, Option(help="what the backward pass computes again")
+        str | None, Option(help="what the backward pass computes again: none, full or full+replay")
     ] = None,
-    indexer_dtype: Annotated[
-        Literal["as layer", "fp8"] | None, Option(help="what the selection sees")
-    ] = None,
+    indexer_dtype: Annotated[str | None, Option(help="what the selection sees: 'as layer' or fp8")] = None,
     row_block: Annotated[
         int | None, Option(help="rows of a projection at a time: results then do not depend on the ranks")
     ] = None,
     context_parallel: Annotated[int | None, Option(help="ranks, as started by torchrun")] = None,
-    split: Annotated[Literal["contiguous", "zigzag"], Option(help="of a sequence over ranks")] = "zigzag",
+    split: Annotated[
+        str,
+        Option(
+            help="of a sequence over ranks: contiguous or zigzag", callback=one_of("contiguous", "zigzag")
+        ),
+    ] = "zigzag",
     seed: Annotated[int | None, Option(help="of parameters and of the order of the text")] = None,
     deterministic: Annotated[bool, Option("--deterministic", help="the same bits on every run")] = False,
     recall_every: Annotated[int, Option(min=0, help="steps between two looks at the recall; 0: never")] = 0,
@@ -83,7 +106,7 @@ def main(
         config = _shaped(PRESETS[preset], layers, heads, indexer_heads, top_k)
         config = _phased(config, sequence, warmup_steps, steps, learning_rate)
         config = replace(config, **{name: value for name, value in changes.items() if value is not None})
-        with torchrun_group(device, split, context_parallel) as (own, context):
+        with torchrun_group(device, split, context_parallel) as (own, context):  # type: ignore[arg-type]
             _train(config, own, context, jsonl, save, save_every, resume, recall_every)
     except (ValueError, TypeError, RuntimeError, FloatingPointError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -195,7 +218,7 @@ def _line(stream: TextIO, record: dict[str, Any]) -> None:
     print(json.dumps(record), file=stream, flush=True)
 
 
-def _usual_device() -> Literal["cpu", "cuda"]:
+def _usual_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
