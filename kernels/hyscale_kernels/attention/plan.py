@@ -76,6 +76,8 @@ class AttentionPlan:
                 f"dq {columns} columns, {stages} stages, {warps} warps",
                 replace(self, dq_columns=columns, dq_stages=stages, dq_warps=warps),
             )
+        for rows in (128, 256):
+            yield f"chunks of {rows} rows", replace(self, rows=rows)
         for columns, keys, stages, warps in ((64, 64, 3, 4), (128, 64, 2, 4), (64, 128, 2, 8)):
             yield (
                 f"dkv {columns} columns, {keys} keys, {stages} stages, {warps} warps",
