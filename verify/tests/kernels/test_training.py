@@ -46,6 +46,15 @@ TINY = replace(PRESETS["tiny"], phases=(WARMUP, SPARSE), row_block=2)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for the interpreter")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A second thread has nothing to do for tensors this small, and waits for work at the others' expense."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def text() -> Text:
     return library_text(2**16)
