@@ -7,12 +7,8 @@ from typing import Any, Literal
 import typer
 
 # NVLink multicast stays off: figures are of NCCL's other algorithms.
-SETTINGS = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_NVLS_ENABLE": "0",
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
+FIXED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+USUAL = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def one_of(*allowed: str) -> Callable[[str | None], str | None]:
@@ -31,7 +27,9 @@ def prepare(device: str | None) -> Literal["cpu", "cuda"]:
 
     None: a GPU if there is one. A CPU runs the kernels in Triton's interpreter.
     """
-    os.environ.update(SETTINGS)
+    os.environ.update(FIXED)
+    for name, value in USUAL.items():
+        os.environ.setdefault(name, value)
     if device is None:
         import torch
 
@@ -62,4 +60,4 @@ def surroundings() -> dict[str, Any]:
     from hyscale_kernels.provenance import environment
 
     found = environment("attention", "baselines", "hytopk", "indexer", "layer", "replay", "training")
-    return {**found, "settings": {name: os.environ.get(name, "") for name in SETTINGS}}
+    return {**found, "settings": {name: os.environ.get(name, "") for name in FIXED | USUAL}}
