@@ -162,7 +162,7 @@ def _capture(trainer: "Trainer", phase: "Phase", path: Path, facts: dict[str, An
     import torch
 
     from hyscale_kernels.hytopk import hytopk
-    from hyscale_kernels.training import captured
+    from hyscale_kernels.profiling import captured
 
     selecting = trainer.config.shape.selecting_layers
     chosen = sorted({selecting[min(1, len(selecting) - 1)], selecting[-1]})

@@ -119,11 +119,17 @@ def compare_measured(path: Path, profiles: tuple[str, ...] = ()) -> list[Measure
 
 
 def speedups(rows: Sequence[MeasuredComparison]) -> list[tuple[MeasuredComparison, float, float]]:
-    """(row, measured, predicted) speed-up of each row over the materialised one of its GPUs and length."""
-    base = {(r.step.gpus, r.step.sequence): r for r in rows if r.step.mode == "materialised"}
+    """(row, measured, predicted) speed-up of each row over the materialised one of its GPUs, length and
+    split."""
+
+    def kind(row: MeasuredComparison) -> tuple[int, int, Any]:
+        layout = row.step.config.scenario.get("layout", {})
+        return row.step.gpus, row.step.sequence, layout.get("context_split")
+
+    base = {kind(row): row for row in rows if row.step.mode == "materialised"}
     found = []
     for row in rows:
-        start = base.get((row.step.gpus, row.step.sequence))
+        start = base.get(kind(row))
         if start is not None and row is not start:
             measured = start.step.step_ms / row.step.step_ms
             found.append((row, measured, start.predicted_s / row.predicted_s))

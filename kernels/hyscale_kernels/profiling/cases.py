@@ -4,8 +4,11 @@ Shape letters: T queries, S keys, H heads, D head size.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from . import captured
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
@@ -18,6 +21,7 @@ REGIMES = {
     "sorted": "scores that rise with the key index",
     "spike": "one key far above all others",
 }
+CAPTURED = "captured"  # not drawn: a small trained indexer's own, see ``captured_case``
 WINDOWS = {
     "full": "every query sees every key",
     "causal": "query t sees keys 0 .. S-T+t: the last T positions of a sequence of S",
@@ -118,3 +122,34 @@ def draw(
         end = torch.arange(S - T + 1, S + 1, dtype=torch.int32, device=device)
     low = DTYPES[dtype]
     return Case(q.to(low), k.to(low), w, top_k, start, end, k_scale, dtype, windows, regime)
+
+
+def captured_case(
+    T: int,
+    S: int,
+    dtype: str,
+    *,
+    layer: int = 0,
+    top_k: int = 2048,
+    path: Path = captured.REPOSITORY_FILE,
+    device: str = "cuda",
+) -> Case:
+    """Rows and keys of a trained indexer's ``layer``-th captured layer, repeated to T rows and S keys.
+
+    Rows see the keys up to their own position. The case's regime says what was repeated. ValueError where T
+    and S are not multiples of what was captured, or the layer or dtype is not there; FileNotFoundError where
+    there is no capture.
+    """
+    layers = captured.read(path).layers
+    if not 0 <= layer < len(layers):
+        raise ValueError(f"layer: {layer}; allowed: 0 to {len(layers) - 1}")
+    of = layers[layer]
+    rows, keys = len(of.positions), len(of.k.values)
+    if T < 1 or S < 1 or T % rows or S % keys:
+        raise ValueError(
+            f"shape: {T} rows, {S} keys; captured: {rows} rows, {keys} keys, and multiples of these"
+        )
+    if dtype not in ("bf16", "fp8"):
+        raise ValueError(f"dtype: {dtype!r}; captured: bf16, fp8")
+    o = of.operands(dtype, device=device, tiles=S // keys, row_tiles=T // rows)  # type: ignore[arg-type]
+    return Case(o.q, o.k, o.w, top_k, o.start, o.end, o.k_scale, dtype, "causal", o.label)

@@ -75,7 +75,7 @@ def race_command(
         _race_replay(out, as_json)
         return
     chosen = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
-    from .cases import DTYPES, REGIMES, WINDOWS, draw
+    from .cases import CAPTURED, DTYPES, REGIMES, WINDOWS, captured_case, draw
     from .contenders import CONTENDERS
     from .race import Shape, race
 
@@ -87,14 +87,20 @@ def race_command(
     cases = product(
         listed("dtypes", chosen["dtypes"], DTYPES),
         sizes,
-        listed("regimes", chosen["regimes"], REGIMES),
+        listed("regimes", chosen["regimes"], [*REGIMES, CAPTURED]),
         listed("windows", chosen["windows"], WINDOWS),
     )
     need_gpu()
     records: list[dict[str, Any]] = []
     for dtype, shape, regime, window in cases:
         err.print(f"racing {shape.rows} x {shape.keys} {dtype} {regime} {window}", highlight=False)
-        case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
+        if regime == CAPTURED:
+            try:
+                case = captured_case(shape.rows, shape.keys, dtype)
+            except (ValueError, FileNotFoundError) as error:
+                raise typer.BadParameter(str(error), param_hint="--regimes captured") from error
+        else:
+            case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
         for record in race(case, names, rounds=rounds, budget_s=budget):
             records.append(record)
             if out is not None:

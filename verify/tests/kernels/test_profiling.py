@@ -131,3 +131,13 @@ def test_without_a_gpu_one_line_each_says_so(capsys: pytest.CaptureFixture[str])
     assert profile(["race"]) == 3
     assert profile(["race", "--op", "replay"]) == 3
     assert capsys.readouterr().err.strip().count("\n") == 1
+
+
+def test_a_race_of_the_captured_regime_needs_the_capture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hyscale_kernels.profiling import race_command
+
+    monkeypatch.setattr(race_command, "need_gpu", lambda: None)
+    assert profile(["race", "--regimes", "captured", "--shapes", "255x32768", "--dtypes", "fp8"]) == 2
+    assert "captured" in capsys.readouterr().err

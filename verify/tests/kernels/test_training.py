@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from hyscale_kernels.layer import ContextParallel
+from hyscale_kernels.profiling import captured as captures
 from hyscale_kernels.training import (
     PRESETS,
     CheckpointError,
@@ -30,7 +31,6 @@ from hyscale_kernels.training import (
     load,
     save,
 )
-from hyscale_kernels.training import captured as captures
 from hyscale_kernels.training.measure import Baseline, best_baseline, in_turns, longest
 from hyscale_kernels.training.ranks import torchrun_group
 from hyscale_kernels.training.records import MODES, append, scenario, step_record
@@ -435,69 +435,6 @@ def test_the_best_way_to_materialise_is_one_that_was_tried() -> None:
     assert found.selection == "materialised"
     assert found.table_bytes in (2**12, 2**20)
     assert len(found.tried) == 2
-
-
-# What was captured.
-
-
-def layer_of(seed: int, number: int = 3) -> captures.CapturedLayer:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    positions = torch.tensor([7, 30, 63])
-    return captures.CapturedLayer.of(number, normal(3, 2, 16), normal(64, 16), normal(3, 2), positions)
-
-
-def test_a_captured_indexer_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "data" / "indexer.npz"
-    layer = layer_of(0)
-    size = captures.write(path, [layer], {"steps": 5})
-    found = captures.read(path)
-    assert size == path.stat().st_size
-    assert list(path.parent.iterdir()) == [path]
-    assert found.provenance["steps"] == 5
-    mine, theirs = layer.operands("fp8"), found.layers[0].operands("fp8")
-    for one, other in zip(mine[:6], theirs[:6], strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one.float(), other.float())
-
-
-def test_both_dtypes_of_a_capture_are_the_same_numbers() -> None:
-    layer = layer_of(1)
-    low, high = layer.operands("fp8"), layer.operands("bf16")
-    assert low.k_scale is not None
-    assert torch.equal(low.k.float() * low.k_scale[:, None], high.k.float())
-    assert torch.equal(low.q.float() * low.w[..., None], high.q.float() * high.w[..., None])
-
-
-def test_tiled_keys_say_so_and_keep_their_windows() -> None:
-    found = layer_of(2).operands("fp8", tiles=3, row_tiles=2)
-    assert found.k.shape == (192, 16)
-    assert found.q.shape == (6, 2, 16)
-    assert found.end.tolist() == [136, 159, 192] * 2
-    assert found.k_scale is not None
-    assert torch.equal(found.k_scale[:64], found.k_scale[128:])
-    assert "64 keys repeated 3 times" in found.label
-    assert "rows repeated 2 times" in found.label
-    assert "repeated" not in layer_of(2).operands("bf16").label
-
-
-def test_a_capture_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "LIMIT_BYTES", 100)
-    with pytest.raises(ValueError, match="allowed: at most 100"):
-        captures.write(tmp_path / "indexer.npz", [layer_of(0)], {})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_or_foreign_capture_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"trained_indexer\.py trains one"):
-        captures.read(tmp_path / "none.npz")
-    (tmp_path / "other.npz").write_bytes(b"not an archive")
-    with pytest.raises(ValueError, match="not a captured indexer"):
-        captures.read(tmp_path / "other.npz")
 
 
 # The scripts that measure.

@@ -172,6 +172,18 @@ def test_errors_and_speedups_are_against_the_measurement(tmp_path: Path, predict
         assert measured == pytest.approx(simulated / factor)
 
 
+def test_speedups_are_over_the_baseline_of_the_same_split(tmp_path: Path) -> None:
+    path = tmp_path / "scaling.jsonl"
+    records = []
+    for split, factor in (("contiguous", 2.0), ("zigzag", 4.0)):
+        for mode, step_ms in (("materialised", 1000.0 * factor), ("hytopk", 1000.0)):
+            record = line(mode, step_ms)
+            record["config"]["scenario"]["layout"]["context_split"] = split
+            records.append(record)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    assert [measured for _, measured, _ in speedups(compare_measured(path))] == pytest.approx([2.0, 4.0])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
