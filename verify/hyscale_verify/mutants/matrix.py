@@ -1,15 +1,19 @@
 """The kill matrix as a document: which property convicts which planted bug, and what each property is for.
 
-hyscale mutants --matrix --profile quick --json benchmarks/kill_matrix.json
-python -m hyscale_verify.mutants.matrix benchmarks/kill_matrix.json > benchmarks/kill_matrix.md
+    hyscale mutants --matrix --profile quick --json benchmarks/kill_matrix.json
+    python -m hyscale_verify.mutants.matrix benchmarks/kill_matrix.json
+
+writes benchmarks/kill_matrix.md. Given more reports (of ``--only BUG``, say, after a bug was added), it takes
+their bugs into the first, in place of what that one had of them; bugs that the suite no longer has go.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hyscale_verify.suite import PROPERTIES
+from hyscale_verify.suite import MUTANTS, PROPERTIES
 
 WHY_IT_STAYS: dict[str, str] = {}
 """For each property that is the only killer of no planted bug: what it is for all the same."""
@@ -38,6 +42,14 @@ def only_killer(record: dict[str, Any]) -> dict[str, list[str]]:
 def survives_random_normal(bug: dict[str, Any]) -> bool:
     """No property kills the bug on normal random inputs, the only ones that most test suites draw."""
     return all(pair["regime"] != "random_normal" for pair in bug["killed_by"])
+
+
+def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report: of each bug of the suite what the last of ``records`` that has it says."""
+    latest = {bug["name"]: bug for record in records for bug in record["mutants"]}
+    bugs = [latest[mutant.name] for mutant in MUTANTS if mutant.name in latest]
+    killed = sum(bool(bug["killed_by"]) for bug in bugs)
+    return {"mutants": bugs, "summary": {"killed": killed, "survived": len(bugs) - killed}}
 
 
 def render(record: dict[str, Any]) -> str:
@@ -85,5 +97,13 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def main(paths: Sequence[str]) -> None:
+    """Merge the reports into the first and write the document beside it."""
+    first = Path(paths[0])
+    record = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
+    first.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    first.with_suffix(".md").write_text(render(record), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(render(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    main(sys.argv[1:])
