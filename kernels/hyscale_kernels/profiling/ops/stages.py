@@ -18,7 +18,7 @@ from ...hytopk.scan import launch_scan
 from ...hytopk.select import launch_select
 from ...hytopk.threshold import launch_threshold
 from ..cases import Case
-from ..op import BYTES, Cost, Draw, Op, Shape, Work, chained, grid
+from ..op import BYTES, DTYPES, Cost, Draw, Op, Shape, Work, chained, grid
 from .selection import GLM, KEYS, LANE_OPS_PER_HEAD, SCORED, case, scoring
 
 FAMILY = "stages"
@@ -135,6 +135,13 @@ def candidates_of(shape: Shape) -> float:
     return CANDIDATES * shape["top_k"] * shape["rows"]
 
 
+def sampling(shape: Shape, dtype: str) -> Cost:
+    """Scores of as many keys a row as HyTopK's plan samples on a GPU, for GLM-5.1's top_k."""
+    rows, keys, heads, dim = (shape[name] for name in ("rows", "keys", "heads", "dim"))
+    plan = Plan.default(rows, keys, heads, dim, GLM["top_k"], DTYPES[dtype], "cuda")
+    return scoring({**shape, "keys": min(plan.samples, keys)}, dtype, 4.0)
+
+
 def compacting(shape: Shape) -> Cost:
     words = shape["rows"] * shape["keys"] / 32
     return Cost(lane_ops=8.0 * words, bytes=4.0 * words + 4.0 * candidates_of(shape))
@@ -166,8 +173,8 @@ def stage(name: str, dtype: str) -> Op:
     operands = "fp8" if dtype == "fp32" else dtype
 
     def cost(shape: Shape) -> Cost:
-        if name == "hytopk_threshold":  # a sample of at most 8,192 keys
-            return scoring({**shape, "keys": min(8192, shape["keys"])}, dtype, 4.0)
+        if name == "hytopk_threshold":
+            return sampling(shape, dtype)
         if name == "hytopk_scan":
             return scoring(shape, dtype, 1 / 8)
         if name == "hytopk_rescore":
