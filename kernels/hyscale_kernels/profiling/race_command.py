@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .environment import EXIT_FAILED, err, need_gpu
+from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, err, need_gpu, stop
 
 # Races of other ops, which need more than the kernels: each entry names a module with race() and header().
 RACES = "hyscale.races"
@@ -116,6 +116,8 @@ def race_command(
 
 def _race_replay(out: Path | None, as_json: Path | None) -> None:
     found = {entry.name: entry for entry in entry_points(group=RACES)}
+    if Raced.replay.value not in found:
+        raise stop(EXIT_ENVIRONMENT, "--op replay needs the installed package, which names its gate")
     module = found[Raced.replay.value].load()
     common = module.header()
     records: list[dict[str, Any]] = []

@@ -113,9 +113,11 @@ class Group:
                     break
         raise TimeoutError("the ranks stopped: one failed or waits for another")
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = 10.0) -> None:
+        """End the processes: those that have not ended by themselves after ``patience_s`` are killed."""
+        until = time.monotonic() + patience_s
         for process in self.processes:
-            process.join(timeout=10)
+            process.join(timeout=max(until - time.monotonic(), 0.0))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -166,7 +168,7 @@ def measure_collectives(
                 made.append(point)
                 if point.status == "failed":
                     break
-            group.stop()
+            group.stop(10.0 if time_left() > 0 else 0.0)
     return made
 
 

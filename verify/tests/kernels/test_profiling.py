@@ -72,6 +72,17 @@ def test_the_race_of_replay_is_found() -> None:
     assert found["replay"].header()["op"] == "replay"
 
 
+def test_a_race_of_replay_needs_the_installed_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hyscale_kernels.profiling import race_command
+
+    monkeypatch.setattr(race_command, "need_gpu", lambda: None)
+    monkeypatch.setattr(race_command, "entry_points", lambda group: [])
+    assert profile(["race", "--op", "replay"]) == 3
+    assert "installed" in capsys.readouterr().err
+
+
 def test_pairs_and_flops_are_counted_by_window() -> None:
     assert case(windows="full").pairs() == 40 * 300
     assert case(windows="causal").pairs() == sum(range(261, 301))

@@ -464,8 +464,8 @@ class Group:
             raise point
         return point
 
-    def stop(self) -> None:
-        self.stopped = True
+    def stop(self, patience_s: float = 10.0) -> None:
+        self.stopped, self.patience_s = True, patience_s
 
 
 def test_collectives_take_the_groups_that_fit_and_outlive_one_that_stops(tools: Any) -> None:
@@ -485,6 +485,13 @@ def test_collectives_take_the_groups_that_fit_and_outlive_one_that_stops(tools: 
     assert all(group.stopped for group in groups.values())
     late = measure_collectives(made, pretended, sink, time_left=lambda: 0.0, starter=lambda *_: Group([]))
     assert late == []
+    left = iter([1.0, 1.0, 0.0, 0.0])  # time for one point, then none: the ranks are not waited for
+    short = Group([good, good])
+    found = measure_collectives(
+        made[:2], pretended, sink, time_left=lambda: next(left), starter=lambda *_: short
+    )
+    assert len(found) == 1
+    assert short.patience_s == 0.0
 
 
 def test_a_rank_measures_its_points_in_order(
