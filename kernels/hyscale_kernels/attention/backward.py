@@ -55,16 +55,18 @@ def launch_backward(
     """Gradients for ``grad`` and ``out`` [T, Hq, Dv], contiguous, and log_sum_exp [T, Hq]."""
     T, Hq, _ = call.q.shape
     K = call.indices.shape[1]
-    dq, dlatent, dsink = empty_gradients(call.q, call.latent, call.sink, want_dq, want_dkv, call.stored())
     if call.empty:
-        return Gradients(dq.zero_().to(call.q.dtype), dlatent.zero_().to(call.q.dtype), dsink.zero_())
+        gradients = empty_gradients(call.q, call.latent, call.sink, want_dq, want_dkv, call.q.dtype)
+        return Gradients(*(each.zero_() for each in gradients))
     fixed = fixed and want_dkv
+    wide = want_dkv and (T > sizes.ROWS or not fixed)  # the gradient of the keys is added up in float32
+    dq, total, dsink = empty_gradients(
+        call.q, call.latent, call.sink, want_dq, want_dkv and not wide, call.stored()
+    )
     prepared = launch_prepare(call, out, log_sum_exp, grad, peaks=fixed)
-    total = dlatent
-    if want_dkv and not fixed:
-        total = torch.zeros_like(dlatent, dtype=torch.float32)
-    elif fixed and T > sizes.ROWS:
-        total = torch.empty_like(dlatent, dtype=torch.float32)
+    if wide:
+        create = call.latent.new_empty if fixed else call.latent.new_zeros
+        total = create(call.latent.shape, dtype=torch.float32)
     chunk = sizes.chunk_rows(min(T, plan.rows), Hq, K, call.stored().itemsize)
     weights = Weights(*(call.q.new_empty((chunk, K, Hq), dtype=call.stored()) for _ in range(2)))
     sums = new_sums(call) if fixed else total

@@ -1,13 +1,16 @@
 """Sparse latent attention: its promises, operators, modes, every refused argument, and its planted bugs."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hyscale_kernels
@@ -21,6 +24,7 @@ from hyscale_kernels.attention import (
 )
 from hyscale_kernels.attention.eager import eager_attention_mass, eager_sparse_mla
 from hyscale_kernels.hytopk.api import NAMESPACE
+from hyscale_kernels.profiling.timing import peak_extra_bytes
 from hyscale_ref import attention as reference
 from hyscale_ref.loss import attention_target
 from hyscale_verify.attention.catalogue import MUTANTS
@@ -310,6 +314,40 @@ def test_workspace_is_within_the_contract(heads: int, rows: int, keys: int) -> N
         stated = backward_workspace_bytes(rows, keys, heads, 576, 2048, fixed_point=fixed)
         assert stated <= 4 * rows * (2048 + 576) + 8 * keys * (576 + 1) + 2**28
         assert stated < 2 * rows * heads * 2048 * 2 or rows == 1000  # never the weights of all rows
+
+
+def peak_beside_results(call: Callable[[], object], device: str) -> int:
+    if device == "cuda":
+        return peak_extra_bytes(call)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = call()
+    changes = [each.nbytes() for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = np.cumsum(changes)
+    del result
+    return int(held.max() - held[-1])
+
+
+def test_the_workspace_is_what_is_stated(
+    inputs: Inputs, short_passes: None, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """With so many keys that all else is small, and in two passes."""
+    monkeypatch.setattr(attention.api, "ROWS", plan.ROWS)
+    keys = 4000
+    q, indices = inputs["q"].bfloat16(), inputs["indices"]
+    latent = torch.ones(keys, D, dtype=q.dtype, device=q.device)
+    found = sparse_mla(q, latent, indices, scale=SCALE, value_dim=DV)
+    sizes = AttentionPlan.default(HQ, device).as_ints()
+    for fixed in (False, True):
+        peak = peak_beside_results(
+            partial(
+                attention.api._backward, found.out, q, latent, indices, None, *found, SCALE, DV, True, True,
+                fixed, sizes,
+            ),
+            device,
+        )  # fmt: skip
+        stated = backward_workspace_bytes(T, keys, HQ, D, K, fixed_point=fixed)
+        assert peak <= stated + 2**13
+        assert peak > stated - 4 * keys * D
 
 
 def test_a_plan_names_the_size_it_cannot_run() -> None:
