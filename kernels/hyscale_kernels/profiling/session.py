@@ -19,6 +19,7 @@ from .measure import POINT_S, estimate_s, measure, seconds_of
 from .op import Cost, Entry
 
 GIVE_UP = 3  # failures of an op in a row, out of memory not counted
+FASTEST, SLOWEST = 0.5, 4.0  # what points may take over what was expected, to be learnt from
 CLEAR_BYTES = 60e9  # held by the allocator, above which a point starts afresh
 OUT_OF_MEMORY = "OutOfMemoryError"
 
@@ -149,7 +150,8 @@ class Session:
         if point.status == "ok":
             if entry.op.compiled in self._compiled:
                 took = (self.clock() - begun) / max(expected, 1e-3) * self._slowness
-                self._slowness = min(max(0.9 * self._slowness + 0.1 * took, 0.5), 4.0)
+                # One point that took long (another shape was compiled, say) is no slow machine.
+                self._slowness = max(0.9 * self._slowness + 0.1 * min(took, SLOWEST), FASTEST)
             self._compiled.add(entry.op.compiled)
             self._in_a_row[entry.op.label] = 0
             self.progress.measured += counted

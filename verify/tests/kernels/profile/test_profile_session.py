@@ -121,6 +121,20 @@ def test_a_slow_machine_is_noticed(tools: Any) -> None:
     assert running._expected_s(running.entries[0]) > 2 * before
 
 
+def test_one_slow_point_is_no_slow_machine(tools: Any) -> None:
+    class Hiccup(tools.Machine):  # type: ignore[misc]
+        def time(self, works: Any, seconds: float) -> Any:
+            self.clock.now += 60.0 if self.timed == CEILINGS + 3 else 0.0
+            return super().time(works, seconds)
+
+    machine, sink = Hiccup(seconds_a_point=0.1), tools.Memory()
+    running = session(tools, machine, tools.entries(tools.op(sizes=range(4))), sink)
+    before = running._expected_s(running.entries[0])
+    running.run()
+    assert machine.clock.now > 60.0
+    assert running._expected_s(running.entries[0]) < 1.5 * before
+
+
 def test_a_failure_is_recorded_and_the_rest_goes_on(tools: Any) -> None:
     machine, sink = tools.Machine(), tools.Memory()
     broken = tools.op("broken", raises=lambda: RuntimeError("no kernel image\nlong story"))
