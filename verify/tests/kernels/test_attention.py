@@ -357,6 +357,7 @@ def test_a_plan_names_the_size_it_cannot_run() -> None:
         ({"keys": 48}, "plan.keys is 48; it must be a power of two"),
         ({"dq_stages": 0}, "plan.dq_stages is 0; it must be at least 1"),
         ({"dkv_columns": 1}, "plan.dkv_columns is 1; it must be at least 2"),
+        ({"dq_keys": 128}, "plan.dq_keys is 128; it must be at most weight_keys, 64"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(default, **change)
