@@ -59,8 +59,8 @@ class AttentionPlan:
             raise ValueError(f"plan.dkv_columns is {self.dkv_columns}; it must be at least 2")
         if self.dq_keys > self.weight_keys:
             raise ValueError(
-                f"plan.dq_keys is {self.dq_keys}; it must be at most weight_keys, {self.weight_keys}: a longer "
-                "step would add up weights past a row's end, which are unwritten"
+                f"plan.dq_keys is {self.dq_keys}; it must be at most weight_keys, {self.weight_keys}: a "
+                "longer step would add up weights past a row's end, which are unwritten"
             )
 
     @classmethod
