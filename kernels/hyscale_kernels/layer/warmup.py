@@ -89,6 +89,7 @@ class _DenseWarmup(torch.autograd.Function):
         sink: torch.Tensor | None,
         sizes: Dimensions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)  # or the output, which takes none, would get one of zeros
         if index_q is None or index_k is None or index_w is None:
             teacher = _Teacher(q, latent, sink, sizes)
             for block, tiles in teacher.blocks():

@@ -493,6 +493,19 @@ def test_the_warm_up_never_holds_more_than_a_tile_of_pairs() -> None:
     assert memory.elements <= max(tile_bytes // 4, inputs) < S * S
 
 
+def test_the_warm_up_s_backward_pass_holds_no_gradient_of_its_output() -> None:
+    S, draw = 6, torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    index = Projections(*(normal(*shape).requires_grad_() for shape in ((S, 2, 2), (S, 2), (S, 2))))
+    result = dense_warmup(normal(S, 3, 5), normal(S, 5), index, Rows.of(S), scale=1.0, value_dim=4)
+    with _Memory() as memory:
+        result.loss.backward()
+    assert memory.elements == index.q.numel() < result.out.numel()
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("shape", "kilobytes"), [(GLM_5_1, 400), (DEEPSEEK_V3_2, 710), (DEEPSEEK_V4_FLASH, 340)],
