@@ -19,6 +19,7 @@ from hyscale_verify.cases import Case, Tensors
 from hyscale_verify.lifecycles.bounds import SPLIT_PRODUCT, gradient_bounds
 from hyscale_verify.lifecycles.machine import run_machine
 from hyscale_verify.properties.base import FalsifiedError, Property, Trial, promise
+from hyscale_verify.properties.judge import own_memory
 
 CODED = ("tie_rich", "random_normal", "row_lengths", "packed_windows", "odd_sizes")
 FINITE = ("exact_integers", "relu_plateau", "random_normal", "row_lengths", "rank_splits", "odd_sizes")
@@ -441,7 +442,9 @@ def recomputation_changes_nothing(trial: Trial) -> None:
 )
 def records_live_as_they_should(trial: Trial) -> None:
     """Drawn schedules of records, replays, failures, misuse and offload agree with a dictionary model."""
-    run_machine(trial.hytopk.package, trial.device, seed=trial.draw(st.integers(0, 2**32 - 1), "seed"))
+    seed = trial.draw(st.integers(0, 2**32 - 1), "seed")
+    with own_memory("a replay"):
+        run_machine(trial.hytopk.package, trial.device, seed=seed)
 
 
 PROPERTIES: tuple[Property, ...] = (
