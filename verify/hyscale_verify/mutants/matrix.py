@@ -15,7 +15,58 @@ from typing import Any
 
 from hyscale_verify.suite import MUTANTS, PROPERTIES
 
-WHY_IT_STAYS: dict[str, str] = {}
+ON_A_GPU = "means something on a GPU alone; the matrix is recorded on a CPU"
+WHY_IT_STAYS: dict[str, str] = {
+    "exact_set_of_exact_inputs": "needs nothing but indices, and any two devices must agree on it",
+    "exact_set_of_own_scores": "the definition of exact; others see the same bugs by chance",
+    "dense_scores_within_bounds": "judgements by the kernel's own scores rest on it",
+    "certified_set": "others' kernels: judges a kernel that does not show its scores",
+    "tie_rule": "others' kernels: says which rule was broken (torch.topk)",
+    "infinities_are_ordinary": "infinite scores are where masks and sentinels collide with data",
+    "short_rows_are_complete": "others' kernels: public ones read past the end of rows of fewer than K keys",
+    "ascending_and_unique": "others' kernels: a key selected twice passes any judgement by sets",
+    "tail_is_minus_one": "others' kernels: says what is wrong with the tail, where the set is right",
+    "as_many_as_there_are": "``count`` is promised, and nothing else reads it",
+    "window_is_respected": "others' kernels: the plainest statement of causality",
+    "window_edges_count": "edges of a window are the best keys only if one makes them so",
+    "negative_zero_is_zero": "-0 and +0 tie only by a rule of their own",
+    "row_independence": "others' kernels: state that leaks between rows, or between requests of a batch",
+    "chunks_of_rows": "callers chunk; the kernel's own chunks are tried by internal_sizes",
+    "rank_split": "the promise that context parallelism rests on",
+    "prefix_causality": "others' kernels: a future key that changes an earlier row",
+    "k_is_a_prefix_of_k_plus_one": "others' kernels: needs no oracle",
+    "key_permutation": "others' kernels: needs no oracle; a kernel that depends on where the best keys lie",
+    "append_below_the_cut": "others' kernels: needs no oracle; lengths that cross a tile",
+    "power_of_two_scaling": "others' kernels: needs no oracle; absolute thresholds and clamps",
+    "keys_outside_do_not_matter": "a kernel may read keys outside a window as long as nothing comes of it",
+    "repeated_calls": "others' kernels: races and atomics",
+    "poisoned_memory": "memory that is never written holds what earlier calls left, which tests seldom see",
+    "memory_layout": "strides are assumed sooner or later",
+    "gradient_mode": "public frameworks select differently with and without gradients",
+    "inputs_stay_as_they_are": "in-place arithmetic on an argument shows in the caller only",
+    "second_stream": ON_A_GPU,
+    "large_tensors": ON_A_GPU,
+    "no_recompilation": ON_A_GPU,
+    "no_host_synchronisation": ON_A_GPU,
+    "cuda_graph": ON_A_GPU,
+    "another_device": ON_A_GPU,
+    "forced_refill_of_the_repair_buffer": "drawn inputs seldom reach repair, let alone its refills",
+    "forced_underflow": "drawn samples are seldom wrong enough",
+    "no_score_table": "the point of the kernel; with more draws it convicts score_table_for_everyone",
+    "only_its_own_memory": "the interpreter hides reads out of bounds",
+    "statistics_are_consistent": "statistics are promised, and forced properties rely on them",
+    "torch_compile": "a fake implementation is wrong until something compiles with it",
+    "torch_compile_dynamic": "symbolic sizes take other paths through host code than known ones",
+    "selective_checkpoint": "replay rests on it",
+    "empty_calls": "empty calls launch nothing, or with a grid of 0",
+    "window_builders": "the builders are not part of the mutated kernels",
+    "fp8_agrees_with_bf16": "reports a number; convicts only gross faults of quantisation",
+    "packed_words_follow_the_format": "the format is promised word for word",
+    "changed_windows_are_refused": "nothing else changes windows between the passes",
+    "selected_scores_are_the_selections": "the loss must see the very scores that selected",
+    "ranks_share_the_work": "the promise that context parallelism rests on",
+    "attention_rows_are_independent": "the promise that context parallelism rests on",
+}
 """For each property that is the only killer of no planted bug: what it is for all the same."""
 
 COMMAND = "hyscale mutants --matrix --profile quick --device cpu --json benchmarks/kill_matrix.json"
@@ -62,6 +113,8 @@ def render(record: dict[str, Any]) -> str:
         "part of the suite. Generated from kill_matrix.json, which is the report of",
         "",
         f"    {COMMAND}",
+        "",
+        "(bugs that it let live were run again with `--profile ci`, which draws four times as many calls).",
         "",
         f"Killed: {record['summary']['killed']}. Surviving: {record['summary']['survived']}. "
         f"Surviving normal random inputs: {sum(map(survives_random_normal, bugs))}.",
