@@ -1,18 +1,17 @@
 """``hyscale profile``: measure kernels on this machine's GPU; show, plot and compare what was measured."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from hyscale_ref.profile import ProfileError, ProfilePoint, read_profile
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, need_gpu, say, stop
+from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, need_gpu, say, stop, write_json
 from .race_command import race_command
 from .run_command import run_command
 
@@ -186,15 +185,6 @@ def lenient(path: Path, *, one_device: bool = True) -> tuple[list[ProfilePoint],
 def output() -> Console:
     """Standard output: the terminal's width, or wide enough for every table where there is none."""
     return Console(width=None if sys.stdout.isatty() else 150)
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """To a file, or to standard output for -."""
-    text = json.dumps(record, indent=1) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""What the commands share: exit codes, where messages go, and the answer on a machine without a GPU."""
+"""What the commands share: exit codes, where messages and results go, and the answer without a GPU."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -17,6 +22,15 @@ def stop(code: int, message: str) -> typer.Exit:
     """Say why, and the exception that ends the command with ``code``."""
     say(message)
     return typer.Exit(code)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """To a file, or to standard output for -."""
+    text = json.dumps(record, indent=1) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 def need_gpu() -> None:

@@ -1,6 +1,5 @@
 """``hyscale profile run``: measure a suite, or a kernel of one's own."""
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from hyscale_ref.profile import ProfileError, ProfilePoint, ProfileWriter, read_profile, shape_text
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, err, need_gpu, say, stop
+from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, err, need_gpu, say, stop, write_json
 
 if TYPE_CHECKING:
     from .op import Entry
@@ -178,7 +177,7 @@ def finish(out: Path, summary: "Summary", as_json: Path | None) -> None:
             "left": [entry.label for entry in summary.left],
             "left_out": summary.left_out,
         }
-        emit(as_json, record)
+        write_json(as_json, record)
     left = f"; {len(summary.left)} left for --resume" if summary.left else ""
     if as_json is None or str(as_json) != "-":
         Console(highlight=False, soft_wrap=True).print(
@@ -209,7 +208,7 @@ def plan(wanted: "Sequence[Entry]", name: str, as_json: Path | None) -> None:
                 for entry in here
             ],
         }
-        emit(as_json, record)
+        write_json(as_json, record)
         if str(as_json) == "-":
             return
     table = Table(title=f"{name}: {len(alone)} points, about {seconds:.0f} s on an H200")
@@ -256,11 +255,3 @@ class Reporter:
     def close(self) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-def emit(path: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=1) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
