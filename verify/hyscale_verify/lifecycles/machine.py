@@ -137,12 +137,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
         def backward(self, data: st.DataObject) -> None:
             """The recomputation of one consumer of any record of any microbatch."""
             (microbatch, layer), consumer = self._draw_waiting(data)
-            known = self.model[microbatch, layer]
-            frame = self.frames[microbatch]
-            with frame.replaying():
-                got = self._consume(frame, consumer, layer, known.problem)
-                self._same(got, known.problem, f"replayed by {consumer}")
-            known.replayed.append(consumer)
+            self._replay(microbatch, layer, consumer, "replayed")
 
         @rule(microbatch=microbatches, problem=problems, reentrant=st.booleans(), inner=st.booleans())
         def region(self, microbatch: int, problem: int, reentrant: bool, inner: bool) -> None:
@@ -249,10 +244,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                 pass
             known.fetched = True
             if again:
-                with frame.replaying():
-                    got = self._consume(frame, consumer, layer, known.problem)
-                    self._same(got, known.problem, f"replayed by {consumer} after a failure")
-                known.replayed.append(consumer)
+                self._replay(microbatch, layer, consumer, "replayed after a failure")
 
         @rule(microbatch=microbatches)
         def discard(self, microbatch: int) -> None:
@@ -415,6 +407,14 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
             if consumer == layer:
                 return self._select(frame, layer, problem, blind=True)
             return self._reuse(frame, consumer, layer, problem)
+
+        def _replay(self, microbatch: int, layer: int, consumer: int, what: str) -> None:
+            """The recomputation of ``consumer``, which must give the record and uses its share of it up."""
+            known, frame = self.model[microbatch, layer], self.frames[microbatch]
+            with frame.replaying():
+                got = self._consume(frame, consumer, layer, known.problem)
+                self._same(got, known.problem, f"{what} by {consumer}")
+            known.replayed.append(consumer)
 
         def _draw_waiting(self, data: st.DataObject) -> tuple[tuple[int, int], int]:
             places = [(place, each) for place, known in self.model.items() for each in known.waiting]

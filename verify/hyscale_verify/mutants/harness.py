@@ -20,7 +20,7 @@ from rich.table import Table
 
 from hyscale_verify.mutants.catalogue import Mutant
 from hyscale_verify.runner import FALSIFIED, HOLDS, Plan, Unit, Verdict, judge
-from hyscale_verify.suite import MUTANTS, PARTS, PROPERTIES
+from hyscale_verify.suite import MUTANTS, PARTS
 from hyscale_verify.targets import HyTopK
 from hyscale_verify.workers import Died, run_tasks
 
@@ -133,8 +133,6 @@ def _ordered(task: Task) -> list[Unit]:
     part = next((each for each in PARTS if task.mutant in each.mutants), PARTS[0])
     units = []
     for prop in part.properties:
-        if prop.name not in PROPERTIES:
-            continue
         likely = prop.name in task.mutant.likely
         for place, regime in enumerate(prop.regimes):
             units.append(((not likely, place), Unit(task.plan, prop.name, regime)))

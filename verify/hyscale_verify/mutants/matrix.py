@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hyscale_verify.report import write_json
 from hyscale_verify.suite import MUTANTS, PROPERTIES
 
 ON_A_GPU = "means something on a GPU alone; the matrix is recorded on a CPU"
@@ -154,7 +155,7 @@ def main(paths: Sequence[str]) -> None:
     """Merge the reports into the first and write the document beside it."""
     first = Path(paths[0])
     record = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
-    first.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(first, record)
     first.with_suffix(".md").write_text(render(record), encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from hyscale_verify.mutants import Mutant, harness
 from hyscale_verify.mutants.harness import PACKAGE, Task, planted, try_mutant
 from hyscale_verify.properties import PROPERTIES as SELECTION
 from hyscale_verify.runner import Plan
-from hyscale_verify.suite import MUTANTS, PARTS, PROPERTIES
+from hyscale_verify.suite import MUTANTS, PARTS, PROPERTIES, Part
 
 PLAN = Plan("hytopk", "cpu", "quick", seed=0, shrink=False)
 
@@ -66,7 +66,7 @@ def test_an_edit_that_does_not_fit_is_an_error() -> None:
 
 
 def test_a_crash_alone_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "PROPERTIES", {"tie_rule": PROPERTIES["tie_rule"]})
+    monkeypatch.setattr(harness, "PARTS", (Part((PROPERTIES["tie_rule"],), ()),))
     mutant = Mutant(
         "crashes",
         "call",
@@ -81,9 +81,8 @@ def test_a_crash_alone_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_edit_that_changes_nothing_survives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        harness, "PROPERTIES", {name: PROPERTIES[name] for name in ("tie_rule", "empty_calls")}
-    )
+    tried = (PROPERTIES["tie_rule"], PROPERTIES["empty_calls"])
+    monkeypatch.setattr(harness, "PARTS", (Part(tried, ()),))
     mutant = Mutant(
         "harmless",
         "threshold",
@@ -95,7 +94,7 @@ def test_an_edit_that_changes_nothing_survives(monkeypatch: pytest.MonkeyPatch) 
     fate = try_mutant(Task(mutant, PLAN, everything=False, limit_s=math.inf))
     assert not fate.killed
     assert not fate.crashes
-    assert len(fate.survives) == sum(len(prop.regimes) for prop in harness.PROPERTIES.values())
+    assert len(fate.survives) == sum(len(prop.regimes) for prop in tried)
 
 
 def test_a_bug_that_lives_too_long_is_given_up_and_said_so() -> None:
