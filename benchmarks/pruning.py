@@ -168,7 +168,7 @@ def measure(regime: str, S: int, tiles: int, device: str) -> dict[str, object]:
     passed: dict[int, list[float]] = {kept: [] for kept in FEWER}
     for seed in range(tiles):
         q, k, w = REGIMES[regime](Draw(seed, device), S)
-        q, k = normalize(q, dim=2) * D**0.5, k
+        q = normalize(q, dim=2) * D**0.5
         s = scores(q, k, w)
         threshold = s.kthvalue(max(1, S - int(SLACK * K) + 1), dim=1).values[:, None]
         best = s.unflatten(1, (-1, BLOCK)).amax(dim=2)
