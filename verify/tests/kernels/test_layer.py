@@ -294,36 +294,41 @@ def published(shape: ModelShape) -> Any:
 def test_bfloat16_is_no_worse_than_the_plain_form_in_bfloat16(
     shape: ModelShape, num_rows: int, device: str
 ) -> None:
-    """Errors against the plain form in float64 with the same selection, by their root mean square.
+    """Errors against the plain form in float64 with the same selection, over several inputs (RMS).
 
     The plain form rounds where ours does not (keys and values of every head) and the other way round
-    (queries in the latent's space): twice its error is allowed, and three times for the loss, one number.
+    (queries in the latent's space): twice its error is allowed, and three times for the loss, one number
+    an input.
     """
     torch.manual_seed(0)
     with torch.device(device):
         layer = DsaAttention(config(shape, device, dtype=torch.bfloat16))
         rows = Rows.of(num_rows, ratio=shape.indexer.key_ratio, device=device)
-        x = torch.randn(num_rows, shape.hidden).bfloat16().requires_grad_()
-    seen: list[Observation] = []
     with torch.no_grad():
         for each in layer.parameters():
             each.copy_(each.bfloat16())  # what a product sees of them
-        layer(x, Step(rows=rows, observer=seen.append))
-    result = layer(x, Step(rows=rows))
-    mask = as_mask(seen[0])
-    results = {"ours": differentiated(result.out, result.loss, x, dict(layer.named_parameters()), False)}
-    for dtype in (torch.bfloat16, torch.float64):
-        given = x.detach().to(dtype).requires_grad_()
-        out, loss, _, parameters = written_out(layer, given, rows, dtype, given=mask)
-        results[str(dtype)] = differentiated(out, loss, given, parameters, False)
-    exact = results["torch.float64"]
-    for name, want in exact.items():
-        ours, plain = (
-            float((results[which][name].detach() - want.detach()).square().mean().sqrt())
-            for which in ("ours", "torch.bfloat16")
-        )
-        budget = (3 if name == "loss" else 2) * plain + EPS * float(want.detach().abs().max())
-        assert ours <= budget, (name, ours, plain)
+    squares: dict[str, torch.Tensor] = {}
+    largest: dict[str, float] = {}
+    for _ in range(6):
+        x = torch.randn(num_rows, shape.hidden, device=device).bfloat16().requires_grad_()
+        seen: list[Observation] = []
+        with torch.no_grad():
+            layer(x, Step(rows=rows, observer=seen.append))
+        result = layer(x, Step(rows=rows))
+        results = [differentiated(result.out, result.loss, x, dict(layer.named_parameters()), False)]
+        for dtype in (torch.bfloat16, torch.float64):
+            given = x.detach().to(dtype).requires_grad_()
+            out, loss, _, parameters = written_out(layer, given, rows, dtype, given=as_mask(seen[0]))
+            results.append(differentiated(out, loss, given, parameters, False))
+        *low_precision, exact = results
+        for name, want in exact.items():
+            errors = torch.stack(
+                [(each[name].detach() - want.detach()).square().mean() for each in low_precision]
+            )
+            squares[name] = squares.get(name, torch.zeros_like(errors)) + errors / 6
+            largest[name] = max(largest.get(name, 0.0), float(want.detach().abs().max()))
+    for name, (ours, plain) in ((name, each.sqrt().tolist()) for name, each in squares.items()):
+        assert ours <= (3 if name == "loss" else 2) * plain + EPS * largest[name], (name, ours, plain)
 
 
 def test_the_language_loss_does_not_move_the_indexer_nor_its_loss_anything_else(device: str) -> None:
