@@ -294,11 +294,12 @@ def published(shape: ModelShape) -> Any:
 def test_bfloat16_is_no_worse_than_the_plain_form_in_bfloat16(
     shape: ModelShape, num_rows: int, device: str
 ) -> None:
-    """Errors against the plain form in float64 with the same selection, over several inputs (RMS).
+    """Errors against the plain form in float64 with the same selection, the median of several inputs.
 
     The plain form rounds where ours does not (keys and values of every head) and the other way round
     (queries in the latent's space): twice its error is allowed, and three times for the loss, one number
-    an input.
+    an input. The median, because an input on which a rectifier opens that should not is an outlier for
+    either form.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -307,9 +308,9 @@ def test_bfloat16_is_no_worse_than_the_plain_form_in_bfloat16(
     with torch.no_grad():
         for each in layer.parameters():
             each.copy_(each.bfloat16())  # what a product sees of them
-    squares: dict[str, torch.Tensor] = {}
+    found: dict[str, list[torch.Tensor]] = {}
     largest: dict[str, float] = {}
-    for _ in range(6):
+    for _ in range(7):
         x = torch.randn(num_rows, shape.hidden, device=device).bfloat16().requires_grad_()
         seen: list[Observation] = []
         with torch.no_grad():
@@ -322,13 +323,13 @@ def test_bfloat16_is_no_worse_than_the_plain_form_in_bfloat16(
             results.append(differentiated(out, loss, given, parameters, False))
         *low_precision, exact = results
         for name, want in exact.items():
-            errors = torch.stack(
-                [(each[name].detach() - want.detach()).square().mean() for each in low_precision]
-            )
-            squares[name] = squares.get(name, torch.zeros_like(errors)) + errors / 6
+            errors = [(each[name].detach() - want.detach()).square().mean().sqrt() for each in low_precision]
+            found.setdefault(name, []).append(torch.stack(errors))
             largest[name] = max(largest.get(name, 0.0), float(want.detach().abs().max()))
-    for name, (ours, plain) in ((name, each.sqrt().tolist()) for name, each in squares.items()):
-        assert ours <= (3 if name == "loss" else 2) * plain + EPS * largest[name], (name, ours, plain)
+    for name, errors in found.items():
+        ours, plain = torch.stack(errors).median(dim=0).values.tolist()
+        budget = (3 if name == "loss" else 2) * plain + EPS * largest[name]
+        assert ours <= budget, (name, torch.stack(errors).tolist())
 
 
 def test_the_language_loss_does_not_move_the_indexer_nor_its_loss_anything_else(device: str) -> None:
