@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..hytopk.score import dot
 from .plan import AttentionPlan
-from .tiles import LN_2, LOG2_E, Call, add_dot, load_places, load_tile, narrowed, row_end
+from .tiles import LN_2, LOG2_E, Call, add_dot, keys_of, load_index, load_tile, narrowed, row_end
 
 
 @triton.jit(do_not_specialize=["K", "S", "scale", "always"])
@@ -54,21 +54,29 @@ def _forward_kernel(
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, V_PAD), tl.float32)
+    # Indices are read a step before they are needed, once for the copies and once for the mask (README.md,
+    # "Indices ahead").
+    o = tl.arange(0, N)
+    ahead = load_index(p_index, o, K)
+    index = load_index(p_index, o, K)
     for i in tl.range(0, row_end(p_index, K, SEARCH), N, num_stages=STAGES):
-        keys, used, beyond = load_places(p_index, i + tl.arange(0, N), K, S)
-        b_v = load_tile(latent_ptr, keys, stride, used, 0, VALUE, V_PAD)
+        keys, held = keys_of(ahead, S)
+        ahead = load_index(p_index, i + N + o, K)
+        b_v = load_tile(latent_ptr, keys, stride, held, 0, VALUE, V_PAD)
         if REST:
-            b_rest = load_tile(latent_ptr, keys, stride, used, VALUE, REST, R_PAD)
+            b_rest = load_tile(latent_ptr, keys, stride, held, VALUE, REST, R_PAD)
             a_rest = dot(b_q_rest, tl.trans(b_rest)) * (scale * LOG2_E)
         # Both conditions always hold. README.md, "Two branches", says what they do to the schedule.
         if FEW or i < K:
             b_p = narrowed(tl.full((HEADS, N), scale, tl.float32), latent_ptr)  # never seen
             shrink = tl.full((HEADS,), 1.0, tl.float32)
             if FEW or i < always:
+                used = (index >= 0) & (index < S)
+                absent = tl.where(index >= S, float("nan"), float("-inf"))
+                index = load_index(p_index, i + N + o, K)
                 a = dot(b_q, tl.trans(b_v)) * (scale * LOG2_E)
                 if REST:
                     a += a_rest
-                absent = tl.where(beyond, float("nan"), float("-inf"))
                 a = tl.where(used[None, :], a, absent[None, :])
                 higher = tl.maximum(top, tl.max(a, axis=1))
                 base = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far

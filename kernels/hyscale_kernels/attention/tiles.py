@@ -111,12 +111,25 @@ def load_tile(ptr, rows, stride, live, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
+def load_index(p_index, place, K):
+    """A row's indices at ``place`` [N], -1 past its end."""
+    return tl.load(p_index + place, mask=place < K, other=-1)
+
+
+@triton.jit
+def keys_of(index, S):
+    """(keys int64, used) of indices [N]: unused places yield key 0."""
+    used = (index >= 0) & (index < S)
+    return tl.where(used, index, 0).to(tl.int64), used
+
+
+@triton.jit
 def load_places(p_index, place, K, S):
     """(keys int64, used, beyond) of ``place`` [N] of a row: unused places yield key 0, ``beyond`` are no
     keys."""
-    index = tl.load(p_index + place, mask=place < K, other=-1)
-    used = (index >= 0) & (index < S)
-    return tl.where(used, index, 0).to(tl.int64), used, index >= S
+    index = load_index(p_index, place, K)
+    keys, used = keys_of(index, S)
+    return keys, used, index >= S
 
 
 @triton.jit

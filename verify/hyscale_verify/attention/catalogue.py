@@ -18,9 +18,17 @@ MUTANTS: tuple[Mutant, ...] = (
     _bug(
         "unused_place_attended",
         "forward",
-        'absent = tl.where(beyond, float("nan"), float("-inf"))',
-        'absent = tl.where(beyond, float("nan"), 0.0)',
+        'absent = tl.where(index >= S, float("nan"), float("-inf"))',
+        'absent = tl.where(index >= S, float("nan"), 0.0)',
         "an unused place counts as a key with logit 0",
+        VALUES,
+    ),
+    _bug(
+        "mask_of_another_step",
+        "forward",
+        "                index = load_index(p_index, i + N + o, K)",
+        "                index = load_index(p_index, i + 2 * N + o, K)",
+        "from the second step on, keys are masked by the indices of the step after",
         VALUES,
     ),
     _bug(
