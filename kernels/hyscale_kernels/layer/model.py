@@ -173,10 +173,10 @@ class Decoder(nn.Module):
     def _language_loss(self, x: torch.Tensor, targets: torch.Tensor, num_positions: int) -> torch.Tensor:
         """Sum of the cross entropies divided by ``num_positions``; logits of a block of rows at a time."""
         total = torch.zeros((), device=x.device)
-        for low in range(0, x.shape[0], self.config.head_rows):
-            rows = slice(low, low + self.config.head_rows)
+        blocks = zip(x.split(self.config.head_rows), targets.split(self.config.head_rows), strict=True)
+        for block in blocks:
             total = total + checkpoint(
-                self._cross_entropy, x[rows], targets[rows], use_reentrant=False, preserve_rng_state=False
+                self._cross_entropy, *block, use_reentrant=False, preserve_rng_state=False
             )
         return total / num_positions
 
