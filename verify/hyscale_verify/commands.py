@@ -6,7 +6,10 @@ stdout. Torch, Triton and hypothesis are imported only when a verb runs, after i
 
 import math
 import secrets
+import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,10 +59,24 @@ def _call(verb: str, function: Callable[..., int], argv: Sequence[str]) -> int:
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(name=verb)(exiting)
     try:
-        app(args=list(argv), prog_name=f"hyscale {verb}")
+        with _interruptible():
+            app(args=list(argv), prog_name=f"hyscale {verb}")
     except SystemExit as ended:
         return int(ended.code or EXIT_HOLDS)
     return EXIT_HOLDS
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Take SIGTERM, which a scheduler or ``timeout`` sends, for Ctrl-C: what was found is written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def _integer(text: str) -> int:
@@ -87,7 +104,7 @@ def _verify(
     jobs: Annotated[
         int | None, typer.Option(parser=_integer, help="Processes. [default: 2 on cpu, 1 on cuda]")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report here; - for standard output.")] = None,
 ) -> int:
     """Check a selection kernel against the exact oracle with property-based tests."""
     _writable("--json", json)
@@ -137,7 +154,7 @@ def _verify(
     verdicts = runner.in_order(work, verdicts)
     if json is not None:
         report.write_json(json, report.as_record(target, where, verdicts))
-    out = Console(width=None if sys.stdout.isatty() else WIDTH)
+    out = _output(json)
     report.print_table(out, verdicts)
     report.print_counterexamples(out, verdicts)
     out.print(("interrupted; " if interrupted else "") + report.summary(verdicts), highlight=False)
@@ -162,7 +179,9 @@ def _mutants(
     jobs: Annotated[
         int | None, typer.Option(parser=_integer, help="Processes. [default: 2 on cpu, 1 on cuda]")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the kill matrix here.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the kill matrix here; - for standard output.")
+    ] = None,
 ) -> int:
     """Plant named bugs in the kernel and see which property convicts each."""
     _writable("--json", json)
@@ -178,7 +197,7 @@ def _mutants(
     plan = runner.Plan("hytopk", where, profile, seed, shrink=False)
     total = len(only or MUTANTS)
     limit_s, processes = math.inf if matrix else limit, _jobs(where, 2 * total)
-    console, out = Console(stderr=True), Console(width=None if sys.stdout.isatty() else WIDTH)
+    console, out = Console(stderr=True), _output(json)
     console.print(f"{total} planted bugs on {where}, profile {profile}, seed {seed}")
     fates: list[harness.Fate] = []
     interrupted = False
@@ -202,7 +221,7 @@ def _doctor() -> int:
     """Show versions and devices, and what can run here and why not."""
     from hyscale_verify import doctor
 
-    return doctor.report(Console(width=None if sys.stdout.isatty() else WIDTH))
+    return doctor.report(_output())
 
 
 def _device(name: str) -> str:
@@ -223,12 +242,27 @@ def _each_of(option: str, values: Sequence[str], allowed: Any) -> None:
 
 def _writable(option: str, path: Path | None) -> None:
     """Find out before the work, not after, that a report cannot be written."""
-    if path is None:
+    if path is None or str(path) == "-":
         return
     if path.is_dir():
         raise typer.BadParameter(f"{option}: {path} is a folder; allowed: a file name")
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise typer.BadParameter(f"{option}: {path}; its folder does not exist")
+    if path.exists() and not path.is_file():
+        return  # a device or a pipe
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: {path} cannot be written: {error.strerror}") from error
+
+
+def _output(json: Path | None = None) -> Console:
+    """Where tables go: to standard output, or beside it when that is for JSON alone."""
+    beside = json is not None and str(json) == "-"
+    stream = sys.stderr if beside else sys.stdout
+    return Console(stderr=beside, width=None if stream.isatty() else WIDTH)
 
 
 def _jobs(device: str, units: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +29,20 @@ def as_record(target: str, device: str, verdicts: Sequence[Verdict]) -> dict[str
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write ``record`` in one step: a reader sees the old file or the whole new one."""
+    """To a file, in one step: a reader sees the old one or the whole new one; to standard output for -.
+
+    A device or a pipe is written to, not replaced.
+    """
+    text = json.dumps(record, indent=1) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

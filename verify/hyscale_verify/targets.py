@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hyscale_ref.named import function_named
 from hyscale_ref.topk import topk
 from hyscale_verify.cases import DTYPES, Case, Float32, Int32, Tensors
 from hyscale_verify.errors import EnvironmentLackingError, FalsifiedError
@@ -270,17 +271,11 @@ def _fused_dtypes(device: str) -> tuple[str, ...]:
 
 
 def _imported(spec: str, device: str) -> Target:
-    path, _, attribute = spec.partition(":")
-    if not path or not attribute:
-        raise ValueError(f"target: {spec!r}; allowed: module:function, both named")
+    function = function_named(spec)
     try:
-        module = importlib.import_module(path)
-    except ImportError as error:
-        raise ValueError(f"target: {spec!r} cannot be imported: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"target: module {path!r} has no function {attribute!r}")
-    parameters = list(inspect.signature(function).parameters)
+        parameters = list(inspect.signature(function).parameters)
+    except ValueError as error:  # of some builtins
+        raise ValueError(f"target: {spec!r} does not show its parameters: {error}") from error
     missing = [name for name in ("start", "end") if name not in parameters]
     if parameters[:2] == ["scores", "top_k"] and not missing:
         return Selector(spec, function, device)

@@ -5,12 +5,11 @@ A target ``module:function`` is called as ``function(rows=4096, keys=65536)``, a
 call to time, a function without arguments.
 """
 
-import importlib
 import inspect
 import itertools
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+
+from hyscale_ref.named import function_named
 
 from .op import Cost, Draw, Entry, Op, Shape, Work
 
@@ -32,29 +31,18 @@ def parse_shapes(texts: Sequence[str]) -> list[Shape]:
     return shapes
 
 
-def load(target: str) -> Callable[..., object]:
-    """The function a target names, the working directory searched too. ValueError where there is none."""
-    module_name, colon, function_name = target.partition(":")
-    if not colon or not module_name or not function_name:
-        raise ValueError(f"target {target!r} is not MODULE:FUNCTION")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"target {target!r}: no module {error.name!r}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"target {target!r}: {module_name} has no function {function_name!r}")
-    return function  # type: ignore[no-any-return]
-
-
 def entries(
     target: str, shapes: Sequence[Shape], *, op: str, implementation: str, dtype: str, known: Sequence[Op]
 ) -> list[Entry]:
-    """Points of a target. The work of an op in ``known`` by that name and dtype is counted; no other."""
-    function = load(target)
-    seeded = "seed" in inspect.signature(function).parameters
+    """Points of a target. The work of an op in ``known`` by that name and dtype is counted; no other.
+
+    ValueError where the target cannot be found.
+    """
+    function = function_named(target)
+    try:
+        seeded = "seed" in inspect.signature(function).parameters
+    except ValueError as error:  # of some builtins
+        raise ValueError(f"target: {target!r} does not show its parameters: {error}") from error
     like = next((each for each in known if each.name == op and each.dtype == dtype), None)
 
     def build(inputs: Draw, shape: Shape) -> Work:

@@ -90,6 +90,46 @@ def test_the_reference_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "units" not in shown.out
 
 
+def test_a_report_goes_to_standard_output_alone_and_into_pipes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ("--target", "reference", "--only", "tie_rule", "--regime", "tie_rich")
+    assert run("verify", *argv, "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["summary"] == {"holds": 1, "falsified": 0, "skipped": 0}
+    assert "1 properties hold" in shown.err
+    assert run("mutants", "--only", "causal_diagonal_lost", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["summary"] == {"killed": 1, "survived": 0}
+    assert list(tmp_path.iterdir()) == []
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run("verify", *argv, "--json", "pipe") == 0
+        assert json.loads(os.read(reader, 1 << 16))["target"] == "reference"
+    finally:
+        os.close(reader)
+
+
+def test_somebodys_module_is_found_where_the_command_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the worker processes too; one that cannot be imported is named, whatever it raises."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "sound_kernel.py").write_text(
+        "def select(scores, top_k, start, end):\n    raise RuntimeError('not today')\n"
+    )
+    (tmp_path / "unsound_kernel.py").write_text("def select(:\n")
+    (tmp_path / "raising_kernel.py").write_text("1 / 0\n")
+    assert run("verify", "--target", "sound_kernel:select", "--only", "tie_rule") == 1
+    assert "RuntimeError: not today" in capsys.readouterr().out
+    for name, error in (("unsound", "SyntaxError"), ("raising", "ZeroDivisionError")):
+        assert run("verify", "--target", f"{name}_kernel:select") == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"target: '{name}_kernel:select' cannot be imported: {error}" in said
+
+
 def test_hytopk_holds_on_one_property(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--only", "tie_rule", "--only", "returned_scores", "--regime", "tie_rich", "--dtype", "bf16")
     assert run("verify", *argv) == 0
@@ -126,6 +166,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--jobs", "two"], "'two'; allowed: an integer"),
     (["--json", "/no/such/folder/report.json"], "its folder does not exist"),
     (["--json", "/"], "is a folder; allowed: a file name"),
+    (["--json", "/proc/report.json"], "--json: /proc/report.json cannot be written"),
 ]
 
 
@@ -219,7 +260,10 @@ def test_an_interruption_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, t
     assert len(rows) == len(PROPERTIES["tie_rule"].regimes)
 
 
-def test_a_signal_ends_a_run_with_its_processes_and_leaves_the_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_its_processes_and_leaves_the_report(
+    sent: signal.Signals, tmp_path: Path
+) -> None:
     path = tmp_path / "partial.json"
     argv = ["verify", "--target", "reference", "--profile", "deep", "--seed", "1", "--json", str(path)]
     process = subprocess.Popen(
@@ -237,7 +281,7 @@ def test_a_signal_ends_a_run_with_its_processes_and_leaves_the_report(tmp_path: 
     assert process.stderr is not None
     assert "units" in process.stderr.readline()
     time.sleep(8)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted; " in out

@@ -134,6 +134,7 @@ def takes_queries(q: Any, k: Any, top_k: int, start: Any, end: Any) -> None: ...
         ("no_such_module:f", "target: 'no_such_module:f' cannot be imported"),
         ("math:no_such_function", "module 'math' has no function 'no_such_function'"),
         ("math:pi", "module 'math' has no function 'pi'"),
+        ("builtins:dict", "'builtins:dict' does not show its parameters"),
         (
             "somebodys_kernels:takes_nothing",
             r"has the parameters \(\); allowed: \(q, k, w, top_k, start, end",

@@ -194,8 +194,8 @@ def test_a_target_named_as_an_op_has_its_floor() -> None:
     [
         (["run", "--target", "json:dumps"], "is needed with --target"),
         (["run", "--shapes", "rows=4"], "goes with --target"),
-        (["run", "--target", "json", "--shapes", "rows=4"], "is not MODULE:FUNCTION"),
-        (["run", "--target", "nobody_has:this", "--shapes", "rows=4"], "no module 'nobody_has'"),
+        (["run", "--target", "json", "--shapes", "rows=4"], "allowed: module:function, both named"),
+        (["run", "--target", "nobody_has:this", "--shapes", "rows=4"], "No module named 'nobody_has'"),
         (["run", "--target", "json:nothing", "--shapes", "rows=4"], "has no function 'nothing'"),
         (["run", "--target", "json:dumps", "--shapes", "rows"], "is not NAME=SIZE"),
         (["run", "--target", "json:dumps", "--shapes", "rows=-4"], "is not NAME=SIZE"),
