@@ -9,14 +9,14 @@ Units are in the field names.  Standard library only.
 """
 
 import gzip
-import io
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self
 
 SCHEMA = 1
 STATUSES = ("ok", "failed")
@@ -99,6 +99,9 @@ class ProfilePoint:
         for key, size in self.shape:
             if not isinstance(key, str) or type(size) is not int or size < 0:
                 raise ProfileError(f"shape.{key} = {size!r}; a non-negative integer is needed")
+        for package, release in self.versions:
+            if not isinstance(package, str) or not isinstance(release, str):
+                raise ProfileError(f"versions.{package} = {release!r}; a string is needed")
         if list(self.shape) != sorted(self.shape):
             raise ProfileError(f"shape = {self.shape!r}; names must be sorted (use as_shape)")
         if type(self.samples) is not int or self.samples < 0:
@@ -160,7 +163,10 @@ class ProfilePoint:
         for name in _FLOATS:
             value = values.get(name)
             if type(value) is int:
-                values[name] = float(value)
+                try:
+                    values[name] = float(value)
+                except OverflowError:
+                    raise ProfileError(f"{name} = {value}; a finite number > 0 is needed") from None
         return cls(**values)
 
 
@@ -220,7 +226,7 @@ def read_profile(
                 if not line.strip():
                     continue
                 try:
-                    take(line)
+                    take(_text(line))
                 except UnknownSchemaError:
                     raise
                 except ProfileError as error:
@@ -229,7 +235,7 @@ def read_profile(
                     faults.append(f"{path}:{number}: {error}")
     except ProfileError as error:
         raise type(error)(f"{path}:{number}: {error}") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         fault = f"{path}:{number + 1}: unreadable: {error}"
         if faults is None or not number:
             raise ProfileError(fault) from error
@@ -239,10 +245,15 @@ def read_profile(
     return points
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8")
-    return path.open(encoding="utf-8")
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _text(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"not UTF-8 text ({error.reason}): {line.strip()[:60]!r}") from None
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -250,6 +261,8 @@ def _object(line: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ProfileError(f"not JSON ({error.msg}): {line.strip()[:60]!r}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise ProfileError(f"not JSON of a profile ({error}): {line.strip()[:60]!r}") from None
     if not isinstance(record, dict):
         raise ProfileError(f"not a JSON object: {line.strip()[:60]!r}")
     return record

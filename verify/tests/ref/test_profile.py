@@ -109,6 +109,9 @@ def test_writing_is_deterministic(tmp_path: Path) -> None:
         ("flops_per_s", 0.0),
         ("peak_extra_bytes", -1),
         ("status", "maybe"),
+        ("median_us", 10**400),
+        ("versions", {"torch": ["2.11"]}),
+        ("versions", "2.11"),
         ("colour", "red"),
     ],
 )
@@ -197,6 +200,32 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert read_profile(path, faults=faults) == [POINT, POINT]
     assert [fault.split(": ")[0] for fault in faults] == [f"{path}:{number}" for number in (3, 4, 5)]
     assert "median_us = nan" in faults[2]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_that_no_parser_likes_is_named_and_costs_that_line_alone(tmp_path: Path, suffix: str) -> None:
+    good = json.dumps(POINT.to_json()).encode()
+    bad = [b"\xff\xfe\x00", b"[" * 100_000, good.replace(b"712.5", b"9" * 5000), bytes(200)]
+    data = b"\n".join([b'{"schema":1}', good, *bad, good])
+    path = tmp_path / f"points.jsonl{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix else data)
+    faults: list[str] = []
+    assert read_profile(path, faults=faults) == [POINT, POINT]
+    assert [fault.split(": ")[0] for fault in faults] == [f"{path}:{number}" for number in (3, 4, 5, 6)]
+    assert all(len(fault) < 400 for fault in faults)
+    with pytest.raises(ProfileError, match=r":3: not UTF-8 text"):
+        read_profile(path)
+
+
+def test_a_gzip_with_spoilt_bytes_keeps_what_came_before(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl.gz"
+    write_profile(path, [replace(POINT, error=str(place) * 999) for place in range(9)] * 200)
+    whole = bytearray(path.read_bytes())
+    whole[-40:-30] = bytes(10)
+    path.write_bytes(whole)
+    faults: list[str] = []
+    assert read_profile(path, faults=faults)
+    assert "unreadable" in faults[-1]
 
 
 def test_points_without_a_header_are_faults(tmp_path: Path) -> None:
