@@ -4,7 +4,9 @@
 the card are read, never changed.
 """
 
+import itertools
 import math
+import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -19,12 +21,14 @@ from ..provenance import environment
 from .op import Work
 from .timing import FLUSH_BYTES
 
-MEASURED_SOURCES = ("attention", "baselines", "hytopk", "indexer", "profiling", "replay")
+MEASURED_SOURCES = ("attention", "baselines", "hytopk", "indexer", "layer", "profiling", "replay")
 SPIN_CYCLES = 1_000_000  # half a millisecond: longer than the host needs to enqueue any op measured here
 LEAST_SAMPLES, MOST_SAMPLES = 15, 60
 STEADY = 0.004  # standard error of the median, over the median, at which sampling stops
 ASK_S = 2.0  # between two calls of nvidia-smi
 SETTLE_S = 0.02  # of running before timing, so that clocks are up
+SUSTAINED_S = 1.0  # of calls back to back: the first half brings the card to its power limit
+STRETCHES = 10  # that the second half is timed in
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Machine(Protocol):
     conditions: Conditions
 
     def time(self, works: Sequence[Work], seconds: float) -> Measurement:
-        """Time calls of ``works`` in turn, for about ``seconds``."""
+        """Time calls of ``works`` in turn, for about ``seconds``; sustained ones back to back."""
 
     def clock_mhz(self) -> float | None:
         """The multiprocessors' clock now."""
@@ -79,14 +83,11 @@ class CudaMachine:
 
     def time(self, works: Sequence[Work], seconds: float) -> Measurement:
         """Medians over turns through ``works``: the L2 cache is flushed before each call, and a spin lets the
-        host enqueue it before the device gets there. Stops once the median is steady."""
-        self._once(works[0])  # compiles, allocates workspaces
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        result = works[0].call()  # kept until the memory it holds has been counted
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-        del result
+        host enqueue it before the device gets there. Stops once the median is steady. Sustained calls are
+        timed in stretches instead (ValueError if they need a reset)."""
+        peak = self._peak(works[0])
+        if works[0].sustained:
+            return Measurement(self._sustained(works), peak)
         begun = time.perf_counter()
         while True:
             for work in works:
@@ -102,7 +103,42 @@ class CudaMachine:
                 break
             if time.perf_counter() - begun >= seconds and len(times) >= 3:
                 break
-        return Measurement(times, max(peak, 0))
+        return Measurement(times, peak)
+
+    def _sustained(self, works: Sequence[Work]) -> list[float]:
+        """Milliseconds of the mean call of each of STRETCHES stretches: the second half of SUSTAINED_S of
+        calls back to back, without a flush or a spin."""
+        if any(work.reset is not None for work in works):
+            raise ValueError("calls that are timed back to back cannot be reset")
+        once = statistics.median(self._turns(works))
+        calls = max(1, round(SUSTAINED_S * 1e3 / (2 * STRETCHES * once)))
+        turns = itertools.cycle(works)
+        ends = []
+        for stretch in range(2 * STRETCHES):
+            if stretch >= STRETCHES:
+                ends.append(self._now())
+            for _ in range(calls):
+                next(turns).call()
+        ends.append(self._now())
+        torch.cuda.synchronize(self.device)
+        return [begin.elapsed_time(end) / calls for begin, end in itertools.pairwise(ends)]
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _peak(self, work: Work) -> int:
+        """Call it twice: the first compiles and allocates workspaces, of the second we want the peak memory
+        above inputs and outputs."""
+        self._once(work)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        result = work.call()  # kept until the memory it holds has been counted
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        del result
+        return max(peak, 0)
 
     def _once(self, work: Work) -> None:
         if work.reset is not None:

@@ -101,7 +101,7 @@ def estimate_s(entry: Entry, ceilings: Ceilings = NOMINAL, seconds: float = POIN
     floor = ceilings.floor_s(cost, op.dtype) or NOMINAL.floor_s(cost, op.dtype) or 0.0
     call = floor / op.efficiency + 5e-6
     sets = input_sets(cost.bytes)
-    timed = min(20 * (call + 7e-4), max(seconds, 3 * call) + sets * call)
+    timed = max(op.timing_s, min(20 * (call + 7e-4), max(seconds, 3 * call) + sets * call))
     made = 4 * sets * cost.bytes / 2e12  # inputs drawn and converted
     return 0.03 + made + (2 + sets) * call + max(0.02, sets * call) + timed
 

@@ -48,10 +48,12 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Work:
     """One prepared call: ``call()`` does all of it and returns its outputs; ``reset()`` (not timed) undoes
-    what the last call did to its inputs."""
+    what the last call did to its inputs. ``sustained`` calls are timed back to back, for as long as the card
+    needs to reach its power limit; there is no reset between them."""
 
     call: Call
     reset: Call | None = None
+    sustained: bool = False
 
 
 class Draw:
@@ -115,6 +117,7 @@ class Op:
     needs: modules without which it is left out.
     triton: whether a CPU needs Triton's interpreter for it.
     link: its bytes go over a link between devices, which has no ceiling here.
+    timing_s: seconds that its timing takes at least: for planning alone.
     """
 
     name: str
@@ -133,6 +136,7 @@ class Op:
     needs: tuple[str, ...] = ()
     triton: bool = False
     link: bool = False
+    timing_s: float = 0.0
 
     @property
     def label(self) -> str:

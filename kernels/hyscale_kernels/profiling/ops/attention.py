@@ -10,7 +10,7 @@ from ...indexer import indexer_loss
 from ..op import BYTES, Cost, Draw, Op, Shape, Work, backward, chained, grid
 
 FAMILY = "attention"
-NEAR, FAR = 65536, 1048576
+NEAR, FAR, BETWEEN = 65536, 1048576, 262144
 GLM = {"heads": 64, "qk_dim": 576, "v_dim": 512}
 INDEX_HEADS, INDEX_DIM = 32, 128  # of the indexer that is taught
 NEEDS = ("hyscale_kernels.attention",)
@@ -70,7 +70,7 @@ def core(back: bool, keys: int = NEAR) -> Op:
         build=build,
         shapes={
             "quick": grid(rows=(4096, 1024), **GLM, top_k=2048) if usual else [],
-            "glm-5.1": every if usual else every[:3],
+            "glm-5.1": every if usual else every[:3] if keys == FAR else every[1:2],
         },
         tiny={"rows": 3, "heads": 2, "qk_dim": 24, "v_dim": 16, "top_k": 8},
         value=5.0 if usual else 2.0,
@@ -82,13 +82,13 @@ def core(back: bool, keys: int = NEAR) -> Op:
     )
 
 
-def teacher(whole: bool) -> Op:
+def teacher(whole: bool, keys: int = NEAR) -> Op:
     """The attention's mass over the selected keys; the whole loss divides it by its sum and compares."""
 
     def build(inputs: Draw, shape: Shape) -> Work:
         from ...attention import attention_mass, sparse_mla
 
-        q, latent, indices, scale = inputs_of(inputs, shape, NEAR)
+        q, latent, indices, scale = inputs_of(inputs, shape, keys)
         value_dim = min(512, shape["qk_dim"] - shape["qk_dim"] // 9)
         seen = sparse_mla(q, latent, indices, scale=scale, value_dim=value_dim).log_sum_exp
         if not whole:
@@ -106,24 +106,26 @@ def teacher(whole: bool) -> Op:
 
     def least(shape: Shape) -> Cost:
         pairs = float(shape["rows"]) * shape["top_k"]
-        distinct = min(pairs, float(NEAR))
+        distinct = min(pairs, float(keys))
         traffic = BYTES["bf16"] * shape["qk_dim"] * (distinct + shape["rows"] * shape["heads"]) + 12.0 * pairs
         flops = 2.0 * shape["heads"] * shape["qk_dim"] * pairs
         if whole:
             flops += 2.0 * INDEX_HEADS * INDEX_DIM * pairs
         return Cost(flops, 10.0 * shape["heads"] * pairs, traffic)
 
+    usual = keys == NEAR
     shapes = grid(rows=(16384, 8192, 4096, 2048), heads=64, qk_dim=576, top_k=2048)
     return Op(
         name="index_loss" if whole else "attention_mass",
         implementation="hyscale",
         dtype="bf16",
+        regime="" if usual else f"{keys} keys",
         family=FAMILY,
         cost=least,
         build=build,
-        shapes={"quick": shapes[2:3], "glm-5.1": shapes},
+        shapes={"quick": shapes[2:3] if usual else [], "glm-5.1": shapes if usual else shapes[1:2]},
         tiny={"rows": 3, "heads": 2, "qk_dim": 24, "top_k": 8},
-        value=3.0,
+        value=3.0 if usual else 1.0,
         efficiency=0.3,
         compile_s=6.0,
         compiles="attention_mass",
@@ -133,5 +135,6 @@ def teacher(whole: bool) -> Op:
 
 
 OPS = (
-    core(False), core(True), core(False, FAR), core(True, FAR), teacher(whole=True), teacher(whole=False)
+    *(core(back, keys) for keys in (NEAR, FAR, BETWEEN) for back in (False, True)),
+    teacher(whole=True), teacher(whole=False), teacher(whole=False, keys=BETWEEN),
 )  # fmt: skip

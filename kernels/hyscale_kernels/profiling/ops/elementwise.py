@@ -162,19 +162,22 @@ def stream(
     dtype: str = "bf16",
     tiny: tuple[int, int] = (8, 128),
     value: float = 1.0,
+    efficiency: float = 0.7,
+    family: str = FAMILY,
 ) -> Op:
+    """An op over [rows, width] elements that moves ``bytes_per_element`` at least."""
     triton = implementation == "triton"
     return Op(
         name=name,
         implementation=implementation,
         dtype=dtype,
-        family=FAMILY,
+        family=family,
         cost=streaming(bytes_per_element, lane_ops),
         build=lambda inputs, shape: build(inputs, shape["rows"], shape["width"]),
         shapes=dict(suites),
         tiny={"rows": tiny[0], "width": tiny[1]},
         value=value,
-        efficiency=0.7,
+        efficiency=efficiency,
         compile_s=1.5 if triton else 0.2,
         compiles=f"{name} {implementation}",
         triton=triton,

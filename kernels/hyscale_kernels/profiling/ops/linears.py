@@ -1,12 +1,19 @@
 """The model's linear layers: forward, dgrad and wgrad, bf16 and fp8; and products per head.
 
+Regime "sustained" is one product for a second without a pause, as a step runs them: what the card's power
+limit leaves of it. All others are short bursts.
+
 Shapes are those of the simulator: an [m, k] by [k, n] product with the larger side of a weight gradient as m.
 The layouts are the ones training uses: y = x W^T, dx = dy W, dW = dy^T x with W [n, k]; fp8 tensor cores of
 Hopper take only the first, so there every product is one of transposed copies.
 """
 
+from dataclasses import replace
+from itertools import chain
+
 import torch
 
+from ..machine import SUSTAINED_S
 from ..op import BYTES, Cost, Draw, Op, Shape, Work, chained, grid
 
 FAMILY = "linears"
@@ -17,6 +24,7 @@ LINEARS = (
     (16384, 2048),  # q up
     (24576, 6144),  # dense feed-forward up and gate
     (6144, 12288),  # dense feed-forward down
+    (12288, 6144),  # dense feed-forward up or gate, where they are two products
     (2048, 6144),  # q down
     (4096, 6144),  # shared expert up and gate
     (6144, 2048),  # shared expert down
@@ -28,6 +36,9 @@ LINEARS = (
 )
 HEAD = (154880, 6144)
 TOKENS = (16384, 4096, 8192, 2048)
+WHOLE = 65536  # of a rank: a backward pass takes them all at once
+WHOLE_LAYERS = ((6144, 16384), (16384, 2048), (12288, 6144), (6144, 12288), (2048, 6144), (576, 6144))
+WHOLE_WEIGHTS = ((4096, 2048), (128, 6144), (32, 6144))  # the indexer's: its inputs need no gradient
 ODD = (4097, 4352, 4353, 8193)  # where the public table shows its steps
 
 
@@ -50,7 +61,9 @@ def passes(tokens: int, n: int, k: int) -> dict[str, dict[str, int]]:
 
 
 def layer_shapes(way: str) -> list[Shape]:
-    every: list[Shape] = [passes(tokens, *layer)[way] for tokens in TOKENS for layer in LINEARS]
+    first, *others = ([passes(tokens, *layer)[way] for layer in LINEARS] for tokens in TOKENS)
+    whole = {"forward": (), "dgrad": WHOLE_LAYERS, "wgrad": WHOLE_LAYERS + WHOLE_WEIGHTS}[way]
+    every: list[Shape] = [*first, *(passes(WHOLE, *layer)[way] for layer in whole), *chain(*others)]
     every.insert(1, passes(4096, *HEAD)[way])
     every.append(passes(8192, *HEAD)[way])
     if way == "forward":
@@ -79,7 +92,7 @@ def bf16(way: str, earlier: tuple[str, ...] = ()) -> Op:
 
     known = taken(earlier)
     shapes = [shape for shape in chained(layer_shapes(way)) if tuple(sorted(shape.items())) not in known]
-    quick = [passes(4096, *layer)[way] for layer in LINEARS[:8]]
+    quick = [passes(4096, *layer)[way] for layer in LINEARS[:9]]
     return Op(
         name="gemm",
         implementation="cublas",
@@ -147,14 +160,21 @@ def fp8(blocks: bool) -> Op:
 
 
 def per_head() -> Op:
-    """One product for every head: what absorbing the key and value expansions of latent attention costs."""
+    """One product for every head: what absorbing the key and value expansions of latent attention costs.
+
+    Activations are kept [rows, heads, size] and written so, as in layer/linear.py. WHOLE rows belong to a
+    backward pass, which reads weights transposed.
+    """
 
     def build(inputs: Draw, shape: Shape) -> Work:
         batch, m, n, k = shape["batch"], shape["m"], shape["n"], shape["k"]
         if k <= m:  # activations [rows, heads, k] times a weight of each head
-            x = inputs.normal(m, batch, k).transpose(0, 1)
-            weight = inputs.normal(batch, k, n, scale=k**-0.5)
-            return Work(lambda: torch.bmm(x, weight))
+            x, out = inputs.normal(m, batch, k).transpose(0, 1), inputs.empty(m, batch, n).transpose(0, 1)
+            if m == WHOLE:
+                weight = inputs.normal(batch, n, k, scale=k**-0.5).mT
+            else:
+                weight = inputs.normal(batch, k, n, scale=k**-0.5)
+            return Work(lambda: torch.bmm(x, weight, out=out))
         left, right = inputs.normal(k, batch, m), inputs.normal(k, batch, n)  # a weight gradient
         return Work(lambda: torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1)))
 
@@ -167,6 +187,11 @@ def per_head() -> Op:
         *({"batch": 64, "m": m, "n": n, "k": k} for m in (16384, 4096, 8192) for n, k in weights),
         *({"batch": 64, "m": m, "n": n, "k": k} for k in (16384, 4096) for m, n in ((512, 192), (256, 512))),
     ]
+    # The backward pass of a rank's tokens: gradients of activations, and of weights [inputs, outputs].
+    whole = [
+        *({"batch": 64, "m": WHOLE, "n": n, "k": k} for n, k in ((512, 256), (192, 512))),
+        *({"batch": 64, "m": m, "n": n, "k": WHOLE} for m, n in ((192, 512), (512, 256))),
+    ]
     return Op(
         name="batched_gemm",
         implementation="cublas",
@@ -174,12 +199,23 @@ def per_head() -> Op:
         family=FAMILY,
         cost=cost,
         build=build,
-        shapes={"quick": grid(batch=64, m=4096, n=512, k=192), "glm-5.1": every},
+        shapes={"quick": grid(batch=64, m=4096, n=512, k=192), "glm-5.1": [*every[:4], *whole, *every[4:]]},
         tiny={"batch": 2, "m": 16, "n": 8, "k": 8},
         value=2.0,
         efficiency=0.5,
         compile_s=0.0,
     )
+
+
+def sustained(dtype: str) -> Op:
+    """One large product, over and over."""
+    bursts = bf16("forward") if dtype == "bf16" else fp8(blocks=False)
+
+    def build(inputs: Draw, shape: Shape) -> Work:
+        return replace(bursts.build(inputs, shape), sustained=True)
+
+    shapes = {"glm-5.1": [mnk(8192, 8192, 8192)]}
+    return replace(bursts, regime="sustained", build=build, shapes=shapes, timing_s=SUSTAINED_S)
 
 
 OPS = (
@@ -188,5 +224,7 @@ OPS = (
     bf16("wgrad", earlier=("forward", "dgrad")),
     fp8(blocks=True),
     fp8(blocks=False),
+    sustained("bf16"),
+    sustained("fp8"),
     per_head(),
 )

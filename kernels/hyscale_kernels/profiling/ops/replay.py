@@ -18,7 +18,7 @@ from ...replay.tiling import Tiling
 from ..op import BYTES, Cost, Draw, Op, Shape, Work, chained, grid
 
 FAMILY = "replay"
-NEAR, FAR = 65536, 1048576
+NEAR, FAR, BETWEEN = 65536, 1048576, 262144
 SCORED = {"heads": 32, "dim": 128}
 
 
@@ -123,7 +123,7 @@ def at_selected(name: str, dtype: str, keys: int = NEAR, fixed: bool = False) ->
         build=build,
         shapes={
             "quick": grid(rows=8192, top_k=2048, **SCORED) if usual else [],
-            "glm-5.1": every if usual else every[:2],
+            "glm-5.1": every if usual else every[1:2] if keys == BETWEEN else every[:2],
         },
         tiny={"rows": 4, "top_k": 8, "heads": 2, "dim": 16},
         value=2.0 if usual else 0.5,
@@ -141,5 +141,6 @@ OPS = (
     codec("record_decode"),
     *(at_selected(name, dtype) for dtype in ("bf16", "fp8") for name in NAMES),
     *(at_selected(name, dtype, keys=FAR) for dtype in ("bf16", "fp8") for name in NAMES),
+    *(at_selected(name, "fp8", keys=BETWEEN) for name in NAMES[1:]),
     at_selected("selected_scores_bwd", "bf16", fixed=True),
 )

@@ -61,7 +61,7 @@ def whole(dtype: str, regime: str, windows: str = "full") -> Op:
         return Work(lambda: hytopk(drawn.q, drawn.k, drawn.w, drawn.top_k, **keywords(drawn)))
 
     if windows == "causal":
-        lengths = (65536, 131072, 16384)
+        lengths = (65536, 131072, 32768, 16384, 262144)
         shapes: dict[str, list[Shape]] = {
             "glm-5.1": [{"rows": rows, "keys": (rows + 1) // 2, **GLM} for rows in lengths]
         }
@@ -214,7 +214,11 @@ def deepgemm_scores() -> Op:
             )
         )
 
-    shapes = grid(rows=(4096, 1024, 256), keys=(65536, 262144, 524288, 16384), **SCORED)
+    shapes = chained(
+        grid(rows=4096, keys=(65536, 32768, 131072), **SCORED),
+        grid(rows=16384, keys=32768, **SCORED),
+        grid(rows=(4096, 1024, 256), keys=(65536, 262144, 524288, 16384), **SCORED),
+    )
     return Op(
         name="index_scores",
         implementation="deepgemm",
@@ -246,6 +250,11 @@ def flashinfer_select() -> Op:
         )
 
     torchs = top_k_of_table("untrained")
+    # Blocks of a causal sequence of 64K and 256K tokens see half of its keys on average.
+    halves = [
+        *grid(rows=4096, keys=(65536, 32768, 131072), top_k=2048),
+        *grid(rows=16384, keys=32768, top_k=2048),
+    ]
     return Op(
         name="index_select",
         implementation="flashinfer",
@@ -254,7 +263,7 @@ def flashinfer_select() -> Op:
         family=FAMILY,
         cost=torchs.cost,
         build=build,
-        shapes=torchs.shapes,
+        shapes={"quick": torchs.shapes["quick"], "glm-5.1": chained(halves, torchs.shapes["glm-5.1"])},
         tiny=torchs.tiny,
         compile_s=30.0,
         needs=("flashinfer",),

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from hyscale_kernels.profiling import machine
-from hyscale_kernels.profiling.machine import LEAST_SAMPLES, MOST_SAMPLES, CudaMachine, conditions
+from hyscale_kernels.profiling.machine import (
+    LEAST_SAMPLES,
+    MOST_SAMPLES,
+    STRETCHES,
+    SUSTAINED_S,
+    CudaMachine,
+    conditions,
+)
 from hyscale_kernels.profiling.op import Work
 
 UUID = "8bc9e85a-4fbe-9bdc-c844-f27587a2d688"
@@ -108,6 +115,33 @@ def test_the_inputs_turn_in_every_sample(gpu: Gpu, clocked: CudaMachine) -> None
     clocked.time(works, 5.0)
     calls = [entry for entry in gpu.log[gpu.log.index("flush") :] if entry in "abc"]
     assert calls == list("abc") * (LEAST_SAMPLES // 3)
+
+
+def test_sustained_calls_run_back_to_back_and_their_second_half_counts(
+    gpu: Gpu, clocked: CudaMachine
+) -> None:
+    """A card that reaches its power limit after 0.3 s: the rate before does not show."""
+
+    def ms() -> float:
+        return 1.0 if gpu.now_ms < 300.0 else 2.0
+
+    works = [Work(gpu.call(name, ms), sustained=True) for name in "ab"]
+    found = clocked.time(works, seconds=0.01)
+    assert found.milliseconds == [2.0] * STRETCHES
+    assert found.peak_extra_bytes == 500
+    after = len(gpu.log) - gpu.log[::-1].index("spin")  # the last of the calls that say how long one takes
+    single, stretches = gpu.log[after : after + 3], gpu.log[after + 3 :]
+    assert single == ["event", "b", "event"]
+    assert stretches.count("event") == STRETCHES + 1
+    assert "flush" not in stretches
+    calls = [entry for entry in stretches if entry != "event"]
+    assert calls == list("ab") * (len(calls) // 2)
+    assert gpu.now_ms >= 1e3 * SUSTAINED_S
+
+
+def test_sustained_calls_cannot_be_reset(gpu: Gpu, clocked: CudaMachine) -> None:
+    with pytest.raises(ValueError, match="cannot be reset"):
+        clocked.time([Work(lambda: None, reset=lambda: None, sustained=True)], seconds=0.01)
 
 
 def nvidia_smi(answers: dict[str, str]) -> Callable[..., Any]:
