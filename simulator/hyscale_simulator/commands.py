@@ -286,30 +286,12 @@ def validate(argv: list[str]) -> int:
 
 def _measured(path: Path, profiles: tuple[str, ...], console: Console) -> tuple[bool, list[dict[str, Any]]]:
     """Print measured steps beside their predictions; whether all are within their targets, and the rows."""
-    from hyscale_simulator.measured_steps import SPEEDUP_PCT, STEP_PCT, compare_measured, speedups, within
+    from hyscale_simulator.measured_steps import compare_measured, within
+    from hyscale_simulator.measured_text import record, show
 
     rows = compare_measured(path, profiles)
-    gains = {id(row): (measured, predicted) for row, measured, predicted in speedups(rows)}
-    table = Table(
-        "measured step", "GPUs", "tokens", "measured s", "predicted s", "error %", "speed-up", "predicted",
-        box=None, pad_edge=False,
-    )  # fmt: skip
-    for row in rows:
-        gain = (f"{value:.3f}" for value in gains.get(id(row), ()))
-        table.add_row(
-            row.step.mode, str(row.step.gpus), f"{row.step.sequence:,}", f"{row.step.step_ms / 1e3:.3f}",
-            f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", *gain,
-        )  # fmt: skip
-    console.print(table)
-    good = within(rows)
-    verdict = "[green]met[/green]" if good else "[red]missed[/red]"
-    console.print(f"steps within {STEP_PCT:g} %, speed-ups within {SPEEDUP_PCT:g} %: {verdict}")
-    return good, [
-        {"name": row.step.mode, "gpus": row.step.gpus, "sequence": row.step.sequence,
-         "measured": row.step.step_ms / 1e3, "predicted": row.predicted_s, "unit": "s",
-         "error_pct": row.error_pct}
-        for row in rows
-    ]  # fmt: skip
+    show(rows, console)
+    return within(rows), record(rows)
 
 
 def _compare(profiles: tuple[str, ...], json_: Path | None, steps: Path | None) -> int:

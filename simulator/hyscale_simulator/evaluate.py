@@ -17,8 +17,8 @@ from hyscale_simulator.perturb import jitter, slow_streams
 from hyscale_simulator.profiles import load_profiles
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario
-from hyscale_simulator.step import compose
-from hyscale_simulator.work import Rank, backward, forward, layer_kind
+from hyscale_simulator.step import compose, step_items
+from hyscale_simulator.work import Compute, Item, Rank, backward, forward, layer_kind
 
 __all__ = ["Evaluator", "evaluate", "evaluator"]
 
@@ -74,6 +74,27 @@ class Evaluator:
         rank = Rank(scenario, cut)
         kind = layer_kind(rank, layer)
         return self._pricing(scenario, cut, ()).timeline([*forward(rank, kind), *backward(rank, kind)])
+
+    def items(self, scenario: Scenario) -> list[tuple[Item, int]]:
+        """Every kernel and collective of one rank's step, with its nanoseconds alone, in order.
+
+        For one microbatch without a pipeline; ValueError for another layout. Where nothing overlaps, they add
+        up to the step.
+        """
+        cut = plan(scenario)
+        if cut.pipeline > 1 or cut.microbatches > 1:
+            raise ValueError(
+                f"scenario {scenario.name}: {cut.microbatches} microbatches in {cut.pipeline} stages; one of "
+                "each is wanted"
+            )
+        pricing = self._pricing(scenario, cut, ())
+        return [
+            (
+                item,
+                pricing.kernel_ns(item)[0] if isinstance(item, Compute) else pricing.communication_ns(item),
+            )
+            for item in step_items(scenario, cut, pricing)
+        ]
 
     def _pricing(self, scenario: Scenario, cut: Plan, scale: Scale) -> Pricing:
         gpu = scenario.gpu_description

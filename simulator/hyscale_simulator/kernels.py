@@ -10,7 +10,7 @@ about half its width), ``heads``, ``dim``, ``top_k``, ``width``, ``m``, ``n``, `
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from hyscale_ref.profile import Shape, as_shape
@@ -78,6 +78,7 @@ class Op:
     parts: the kernels it consists of, when nobody measured the whole.
     proxy: one measured kernel that does the same arithmetic, when nobody measured this one.
     memory: a streaming kernel: what it needs is bytes, and the measured copy rate prices it.
+    usual: sizes that a call or a measured point without them means.
     jagged: libraries choose another kernel from one shape to the next, so that neighbours scatter: the median
     of those nearest along each axis predicts better than a line between two.
     additive: axes along which more is more of the same blocks, so that holding utilisation above the largest
@@ -90,6 +91,7 @@ class Op:
     parts: Callable[["Kernel"], tuple["Kernel", ...]] | None = None
     proxy: Callable[["Kernel"], "Kernel"] | None = None
     memory: bool = False
+    usual: Mapping[str, int] = field(default_factory=dict)
     jagged: bool = False
     additive: tuple[str, ...] = ("m", "rows", "batch", "groups", "queries")
 
@@ -212,10 +214,10 @@ def _gathered_scores(s: dict[str, int], dtype: str, backward: bool = False) -> C
     )
 
 
-def _index_loss(s: dict[str, int], dtype: str) -> Cost:
-    """KL between the indexer's softmax and the attention's, over the selected keys: teacher scores again."""
+def _attention_mass(s: dict[str, int], dtype: str) -> Cost:
+    """The indexer's teacher: attention probabilities summed over heads, at the selected keys."""
     pairs = float(s["rows"]) * s["top_k"]
-    traffic = BYTES[dtype] * s["qk_dim"] * (pairs + s["rows"] * s["heads"]) + 12.0 * pairs
+    traffic = BYTES[dtype] * s["qk_dim"] * (pairs + s["rows"] * s["heads"]) + 8.0 * pairs
     return Cost(
         tensor_flops=2.0 * s["heads"] * s["qk_dim"] * pairs,
         vector_slots=10.0 * s["heads"] * pairs,
@@ -223,10 +225,28 @@ def _index_loss(s: dict[str, int], dtype: str) -> Cost:
     )
 
 
+def _indexer_loss(s: dict[str, int], dtype: str) -> Cost:
+    """Scores at the selected keys, and their divergence from a target (read) with its gradient (written)."""
+    scores = _gathered_scores(s, dtype)
+    pairs = float(s["rows"]) * s["top_k"]
+    return Cost(scores.tensor_flops, scores.vector_slots + 16.0 * pairs, scores.bytes + 8.0 * pairs)
+
+
+def sampled_keys(keys: int, top_k: int) -> int:
+    """Keys that HyTopK samples for a row's threshold: so many that about 32 of them are above the cut (64 in
+    short contexts), a power of two from 2,048 to 16,384 (hyscale_kernels/hytopk/plan.py)."""
+    top_k = max(top_k, 1)
+    expected = 64 if keys // top_k < 64 else 32
+    wanted = 1 << (max(1, math.ceil(expected * keys / top_k)) - 1).bit_length()
+    return min(max(2048, min(wanted, 16384)), keys)
+
+
 def _threshold(s: dict[str, int], dtype: str) -> Cost:
-    """HyTopK's estimate of each row's threshold: scores against a strided sample of keys."""
-    sample = min(8192, s["keys"])
-    return _index_scores({**s, "keys": sample}, dtype)
+    """HyTopK's estimate of each row's threshold: scores against a strided sample of keys.
+
+    Where the shape names no top_k, GLM-5.1's is meant.
+    """
+    return _index_scores({**s, "keys": sampled_keys(s["keys"], s.get("top_k", 2048))}, dtype)
 
 
 def _finish(s: dict[str, int], dtype: str) -> Cost:
@@ -281,6 +301,13 @@ def record_bits(top_k: int, keys: int) -> float:
     return float(min(low + 1 + math.ceil(keys / (1 << low)) / top_k, 32.0))
 
 
+def _order(s: dict[str, int], dtype: str) -> Cost:
+    """Rows of selected keys put in order: marked (8), sorted with their places (two passes of 12), marked."""
+    del dtype
+    indices = float(s["rows"]) * s["top_k"]
+    return Cost(vector_slots=64.0 * indices, bytes=40.0 * indices)
+
+
 def _codec(s: dict[str, int], dtype: str) -> Cost:
     """Packing or unpacking a selection record."""
     del dtype
@@ -301,6 +328,10 @@ def _stream(bytes_per_element: float, slots: float = 4.0) -> Op:
 
 
 _SCORED = ("heads", "dim", "rows", "keys")
+_ATTENDED = ("heads", "qk_dim", "v_dim", "keys", "top_k", "rows")
+
+SPREAD = {"keys": 65536}
+"""Over how many keys a selection is spread, where a call or a measurement does not say."""
 
 OPS: Mapping[str, Op] = {
     "gemm": Op(_gemm, axes=("m", "n", "k"), jagged=True),
@@ -310,10 +341,9 @@ OPS: Mapping[str, Op] = {
     "attention_bwd": Op(
         lambda s, d: _attention(s, d, backward=True), axes=("qk_dim", "v_dim", "queries", "keys")
     ),
-    "sparse_attention": Op(_sparse_attention, axes=("heads", "qk_dim", "v_dim", "top_k", "rows")),
+    "sparse_attention": Op(_sparse_attention, axes=_ATTENDED, usual=SPREAD),
     "sparse_attention_bwd": Op(
-        lambda s, d: _sparse_attention(s, d, backward=True),
-        axes=("heads", "qk_dim", "v_dim", "top_k", "rows"),
+        lambda s, d: _sparse_attention(s, d, backward=True), axes=_ATTENDED, usual=SPREAD
     ),
     "index_scores": Op(_index_scores, axes=_SCORED),
     "index_select": Op(_index_select, axes=("top_k", "rows", "keys")),
@@ -322,16 +352,20 @@ OPS: Mapping[str, Op] = {
     "hytopk_scan": Op(_index_scan, axes=_SCORED),
     "hytopk_compact": Op(_compact, axes=("top_k", "rows", "keys"), memory=True),
     "hytopk_finish": Op(_finish, axes=("top_k", "rows", "keys")),
-    "selected_scores": Op(_gathered_scores, axes=("heads", "dim", "top_k", "rows")),
+    "selected_scores": Op(_gathered_scores, axes=("heads", "dim", "keys", "top_k", "rows"), usual=SPREAD),
     "selected_scores_bwd": Op(
-        lambda s, d: _gathered_scores(s, d, backward=True), axes=("heads", "dim", "top_k", "rows")
+        lambda s, d: _gathered_scores(s, d, backward=True),
+        axes=("heads", "dim", "keys", "top_k", "rows"),
+        usual=SPREAD,
     ),
-    "index_loss": Op(_index_loss, axes=("heads", "qk_dim", "top_k", "rows")),
-    "index_loss_bwd": Op(
-        lambda s, d: Cost(vector_slots=6.0 * s["rows"] * s["top_k"], bytes=12.0 * s["rows"] * s["top_k"]),
-        axes=("top_k", "rows"),
-        memory=True,
-    ),
+    "attention_mass": Op(_attention_mass, axes=("heads", "qk_dim", "keys", "top_k", "rows"), usual=SPREAD),
+    "indexer_loss": Op(_indexer_loss, axes=("heads", "dim", "keys", "top_k", "rows"), usual=SPREAD),
+    # Rows of the teacher's mass are summed (4) and divided by their sums (8); the loss's kept gradient is
+    # multiplied by the one that arrives (8); that of fp8 queries is divided by their scales and cast.
+    "index_target": _stream(12.0),
+    "index_loss_bwd": _stream(8.0),
+    "index_unscale": _stream(14.0),
+    "index_order": Op(_order, axes=("top_k", "rows"), memory=True),
     "record_encode": Op(_codec, axes=("top_k", "keys", "rows")),
     "record_decode": Op(_codec, axes=("top_k", "keys", "rows")),
     # Streaming kernels: bytes for each element of [rows, width].
@@ -363,6 +397,21 @@ OPS: Mapping[str, Op] = {
     "cross_entropy_unfused": _stream(24.0, 14.0),
     "adamw": _stream(30.0, 16.0),
     "grad_norm": _stream(4.0),
+    # PyTorch's operators one at a time (work/eager.py): bytes over all of them.  Rotary positions count
+    # rotated elements: to fp32 (6), four products (16), difference and sum (12), joined (8), to bf16 (6),
+    # written into a wider row (6).  Quantisation of rows of 128: fp32 copy, finite?, magnitudes, scale,
+    # quotient, mask, fp8.
+    "cast": _stream(6.0, 1.0),
+    "rope_eager": _stream(54.0),
+    "rope_eager_bwd": _stream(80.0),
+    "swiglu_eager": _stream(10.0, 12.0),
+    "swiglu_eager_bwd": _stream(18.0, 16.0),
+    "quantise_rows": _stream(94.0, 16.0),
+    "embedding_eager": _stream(14.0),
+    "embedding_eager_bwd": _stream(18.0),
+    "join": _stream(4.0, 1.0),
+    "scale": _stream(8.0, 1.0),
+    "bucket": _stream(16.0, 1.0),
     # fp32 gradients are read and written (8) where a plain product writes bf16 (2).
     "accumulate": _stream(6.0, 1.0),
 }

@@ -2,7 +2,8 @@
 
 ``{"schema": 1, "commit", "gpu", "gpus", "sequence", "mode", "step_ms", "parts", "peak_bytes", "loss",
 "config"}``.  ``config.scenario`` is the run as a scenario (its model given whole), so that the prediction is
-of what ran; the mode is checked against it.  Predictions come from kernel profiles alone.
+of what ran; the mode is checked against it.  ``config.run``, where the trainer wrote it, says how the work
+was executed (:func:`executed`).  Predictions come from kernel profiles alone.
 """
 
 import json
@@ -14,8 +15,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hyscale_simulator.descriptions import DescriptionError, Positive, Rate, parse
-from hyscale_simulator.evaluate import evaluator
+from hyscale_simulator.evaluate import Evaluator, evaluator
 from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.work import Communicate, Item
 
 __all__ = [
     "SPEEDUP_PCT",
@@ -23,6 +25,7 @@ __all__ = [
     "MeasuredComparison",
     "MeasuredStep",
     "compare_measured",
+    "part_of",
     "read_steps",
     "speedups",
     "within",
@@ -33,12 +36,37 @@ STEP_PCT, SPEEDUP_PCT = 10.0, 5.0
 
 Mode = Literal["materialised", "hytopk", "hytopk+replay"]
 
+DEEPGEMM_TABLE_BYTES = 9 * 10**9
+"""Score table of the trainer's DeepGEMM path (hyscale_kernels/layer/selection.py)."""
+
+PARTS: tuple[tuple[str, str], ...] = (
+    ("index.", "indexer projections"),
+    ("select.quantise", "indexer projections"),
+    ("select.order", "ordering"),
+    ("select.", "selection"),
+    ("loss.", "indexer loss"),
+    ("core", "attention"),
+    ("head", "head"),
+    ("cross_entropy", "head"),
+    ("embedding", "head"),
+    ("attention.norm", "norms"),
+    ("feed_forward.norm", "norms"),
+    ("up", "mlp"),
+    ("activation", "mlp"),
+    ("down", "mlp"),
+    ("attention.residual", "other"),
+    ("feed_forward.residual", "other"),
+    ("", "linears"),
+)
+"""Which part of the trainer's timer an item belongs to, by the first of these that its name begins with."""
+
 
 class _Config(BaseModel):
-    """Whatever the trainer records, and the scenario."""
+    """Whatever the trainer records, the scenario, and how it ran."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     scenario: Mapping[str, Any]
+    run: Mapping[str, Any] | None = None
 
 
 class MeasuredStep(BaseModel):
@@ -60,16 +88,27 @@ class MeasuredStep(BaseModel):
 
 @dataclass(frozen=True)
 class MeasuredComparison:
-    """A measured step and its prediction."""
+    """A measured step and its prediction.
+
+    predicted_parts: milliseconds by part as the trainer's timer names them; they add up to the prediction.
+    """
 
     step: MeasuredStep
     scenario: Scenario
     predicted_s: float
+    predicted_parts: Mapping[str, float]
+    warnings: tuple[str, ...]
 
     @property
     def error_pct(self) -> float:
         """Predicted over measured, minus one, in per cent."""
         return (self.predicted_s / (self.step.step_ms / 1e3) - 1) * 100
+
+    def parts(self) -> list[tuple[str, float, float]]:
+        """(part, measured ms, predicted ms): every part that either has, the largest first."""
+        names = dict.fromkeys([*self.step.parts, *self.predicted_parts])
+        rows = [(name, self.step.parts.get(name, 0.0), self.predicted_parts.get(name, 0.0)) for name in names]
+        return sorted(rows, key=lambda row: -max(row[1:]))
 
 
 def read_steps(path: Path) -> list[tuple[MeasuredStep, Scenario]]:
@@ -106,16 +145,58 @@ def _record(line: str, origin: str) -> tuple[MeasuredStep, Scenario]:
     ):
         if stated != meant:
             raise DescriptionError(f"{origin}: {name} = {stated!r}, but config.scenario means {meant!r}")
-    return step, scenario
+    return step, executed(scenario, step.config.run)
+
+
+def executed(scenario: Scenario, run: Mapping[str, Any] | None) -> Scenario:
+    """The scenario with what the trainer's configuration says of how it ran; unchanged without one.
+
+    ``hyscale_kernels.training`` runs PyTorch's operators one by one over float32 parameters, products in
+    blocks of ``row_block`` rows, this project's attention kernels, non-reentrant checkpointing, and DeepGEMM
+    on tables of :data:`DEEPGEMM_TABLE_BYTES`.
+    """
+    if run is None:
+        return scenario
+    changes: dict[str, Any] = {
+        "kernels.framework": "eager",
+        "kernels.product_rows": run.get("row_block") or 0,
+        "kernels.attention_implementation": "hyscale",
+        "kernels.fused_cross_entropy": False,
+        "recompute.reentrant": False,
+    }
+    indexer = scenario.model_description.indexer
+    if scenario.selection.scorer == "deepgemm" and indexer is not None:
+        keys = max(scenario.batch.sequence_tokens // indexer.key_ratio, 1)
+        changes["selection.table_rows"] = max(DEEPGEMM_TABLE_BYTES // (4 * keys), 1)
+    return scenario.with_(**changes)
 
 
 def compare_measured(path: Path, profiles: tuple[str, ...] = ()) -> list[MeasuredComparison]:
     """Predict every record of a file."""
     evaluate = evaluator(profiles)
-    return [
-        MeasuredComparison(step, scenario, evaluate(scenario).step_time_s)
-        for step, scenario in read_steps(path)
-    ]
+    return [_compared(evaluate, step, scenario) for step, scenario in read_steps(path)]
+
+
+def _compared(evaluate: Evaluator, step: MeasuredStep, scenario: Scenario) -> MeasuredComparison:
+    result = evaluate(scenario)
+    parts: dict[str, float] = {}
+    for item, ns in evaluate.items(scenario):
+        name = part_of(item)
+        parts[name] = parts.get(name, 0.0) + ns / 1e6
+    rest = result.step_ns / 1e6 - sum(parts.values())  # overlap and waiting, where the layout has any
+    parts["other"] = parts.get("other", 0.0) + rest
+    return MeasuredComparison(step, scenario, result.step_time_s, parts, result.warnings)
+
+
+def part_of(item: Item) -> str:
+    """The part of the trainer's timer that an item belongs to: "attention.backward", "optimizer"."""
+    phase, kind = item.kind.split("/", 1)
+    if isinstance(item, Communicate) or kind == "gradient comm":
+        return "communication.backward" if phase == "step" else f"communication.{phase}"
+    if phase == "step":
+        return kind
+    part = next(part for start, part in PARTS if item.name.startswith(start))
+    return part if part == "other" else f"{part}.{phase}"
 
 
 def speedups(rows: Sequence[MeasuredComparison]) -> list[tuple[MeasuredComparison, float, float]]:

@@ -8,13 +8,14 @@ that only follows the work is flat.  Beyond the last point the ratio is held: ut
 import bisect
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 
-from hyscale_ref.profile import ProfilePoint, Shape, best_of, merge_profiles, read_profile
+from hyscale_ref.profile import ProfilePoint, Shape, as_shape, best_of, merge_profiles, read_profile
 from hyscale_simulator.descriptions import DATA, DescriptionError, find, shipped
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import OPS, Kernel
@@ -82,6 +83,9 @@ class Table:
 
     def lookup(self, call: Kernel) -> Lookup:
         """The measured time of that shape, or an interpolated one."""
+        missing = {name: size for name, size in OPS[self.op].usual.items() if name not in dict(call.shape)}
+        if missing:
+            call = replace(call, shape=as_shape({**dict(call.shape), **missing}))
         point = self.points.get(call.shape)
         if point is not None:
             assert point.median_us is not None
@@ -217,6 +221,23 @@ def _crossing(held: list[list[int]], near: list[list[int]]) -> list[tuple[int, .
     return list(dict.fromkeys(place for line in lines for place in line))
 
 
+_KEYS = re.compile(r"^(\d+) keys$")
+
+
+def _placed(point: ProfilePoint) -> ProfilePoint:
+    """A point with the sizes that its shape leaves out: those that its op means then, or its regime says."""
+    usual = OPS[point.op].usual
+    missing = {name: size for name, size in usual.items() if name not in dict(point.shape)}
+    if not missing:
+        return point
+    said = _KEYS.match(point.regime)
+    if said:
+        missing["keys"] = int(said[1])
+    return replace(
+        point, shape=as_shape({**dict(point.shape), **missing}), regime="" if said else point.regime
+    )
+
+
 def _spread(point: ProfilePoint) -> float:
     if point.p20_us is None or point.p80_us is None or point.median_us is None:
         return 0.0
@@ -242,6 +263,7 @@ class Profiles:
                     f"known: {', '.join(devices)}"
                 )
             if point.op in OPS:  # a profile may hold ops that no model here uses
+                point = _placed(point)
                 # One library or another: a jagged table is better for every point it can get.
                 who = "" if OPS[point.op].jagged else point.implementation
                 group = (point.op, point.dtype, point.device, who, point.regime)

@@ -128,6 +128,9 @@ class Recompute(Description):
     """Share of the layers it applies to."""
     replay: bool = False
     """The forward's selection is kept and reused, so that recomputation does not select again."""
+    reentrant: bool = True
+    """Reentrant checkpointing (Megatron-LM's) runs the first forward pass without gradients, hence without
+    the indexer's loss; PyTorch's non-reentrant one runs all of it, and the loss twice."""
 
     def repeats(self, module: str) -> bool:
         """Whether the backward pass repeats that module alone."""
@@ -204,8 +207,13 @@ class Kernels(Description):
     """Which kernels the framework runs."""
 
     attention: Literal["flash", "unfused"] = "flash"
+    framework: Literal["fused", "eager"] = "fused"
+    """fused: one kernel each for rotary positions, activation, quantisation and update; weights in bf16.
+    eager: PyTorch's operators one by one over float32 parameters, as hyscale_kernels.layer runs them."""
+    product_rows: Count = 0
+    """Rows of one product of a forward pass, in an eager framework; 0: all at once."""
     attention_implementation: str = ""
-    """Preferred profile of ``attention``; "" for any."""
+    """Preferred profile of ``attention``, sparse or not; "" for any."""
     dispatcher: Literal["deepep", "all_to_all"] = "deepep"
     """One copy to each node that a token's experts are on, or one to each expert."""
     dropout: bool = False

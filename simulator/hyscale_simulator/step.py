@@ -7,7 +7,7 @@ or gradient reductions run beneath them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hyscale_simulator.blocks import EMPTY, Block, Pricing, joined
 from hyscale_simulator.graph import Graph, GraphBuilder
@@ -30,9 +30,10 @@ from hyscale_simulator.work import (
     head_backward,
     layer_kind,
 )
+from hyscale_simulator.work.eager import bucket_copies, update
 from hyscale_simulator.work.items import Collective, GroupName
 
-__all__ = ["StepGraph", "compose"]
+__all__ = ["StepGraph", "compose", "step_items"]
 
 
 @dataclass(frozen=True)
@@ -319,15 +320,25 @@ class _Composer:
             return None
         way: Collective = "reduce_scatter" if self.scenario.layout.zero_stage else "all_reduce"
         size = self.scenario.precision.gradient_reduce_bytes
-        return self._collectives(stage, way, "gradient comm", size, pieces * self.cut.schedule.num_chunks)
+        pieces *= self.cut.schedule.num_chunks
+        block = self._collectives(stage, way, "gradient comm", size, pieces)
+        copies = bucket_copies(self.rank, round(sum(parameters_of(self.rank, stage)) / pieces))
+        if block is None or not copies:
+            return block
+        return joined([(block, 1), (self.pricing.block(in_step(copies)), 1)])
 
     def _collectives(self, stage: int, way: Collective, kind: str, size: float, pieces: int) -> Block | None:
-        ns = 0
-        for group, parameters in self._sizes(stage).items():
-            if parameters and self.pricing.network.ranks(group) > 1:
-                item = Communicate(kind, kind, way, group, parameters * size / pieces)
-                ns += self.pricing.communication_ns(item)
+        ns = sum(map(self.pricing.communication_ns, self._exchanged(stage, way, kind, size, pieces)))
         return Block(ns, ((f"step/{kind}", ns),)) if ns else None
+
+    def _exchanged(
+        self, stage: int, way: Collective, kind: str, size: float, pieces: int
+    ) -> list[Communicate]:
+        return [
+            Communicate(kind, kind, way, group, parameters * size / pieces)
+            for group, parameters in self._sizes(stage).items()
+            if parameters and self.pricing.network.ranks(group) > 1
+        ]
 
     def gather_weights(self) -> None:
         """ZeRO-1 and 2: the updated weights, gathered layer by layer beneath the first forward pass."""
@@ -374,12 +385,45 @@ class _Composer:
         return dense / (cut.context * cut.data) + expert / cut.expert_data
 
     def _norm(self, stage: int) -> Block:
-        call = kernel("grad_norm", "fp32", rows=max(round(self._shard(stage)), 1), width=1)
-        return self.pricing.block([Compute("gradient norm", "step/optimizer", call)])
+        return self.pricing.block(in_step([gradient_norm(self._shard(stage))]))
 
     def _optimizer(self, stage: int) -> Block:
-        call = kernel("adamw", "fp32", rows=max(round(self._shard(stage)), 1), width=1)
-        return self.pricing.block([Compute("adamw", "step/optimizer", call)])
+        return self.pricing.block(in_step(update(self.rank, max(round(self._shard(stage)), 1))))
+
+    def items(self) -> list[Item]:
+        """See :func:`step_items`."""
+        kinds = [layer_kind(self.rank, layer) for layer in self.cut.chunks[0]]
+        zero, size = self.scenario.layout.zero_stage, self.scenario.precision.gradient_reduce_bytes
+        way: Collective = "reduce_scatter" if zero else "all_reduce"
+        parameters, shard = round(sum(parameters_of(self.rank, 0))), self._shard(0)
+        reduced = self._exchanged(0, way, "gradient comm", size, 1)
+        return [
+            *embedding(self.rank),
+            *(item for kind in kinds for item in forward(self.rank, kind)),
+            *head(self.rank),
+            *head_backward(self.rank),
+            *(item for kind in reversed(kinds) for item in backward(self.rank, kind)),
+            *embedding_backward(self.rank),
+            *in_step([*reduced, *(bucket_copies(self.rank, parameters) if reduced else [])]),
+            *in_step([gradient_norm(shard), *update(self.rank, max(round(shard), 1))]),
+        ]
+
+
+def step_items(scenario: Scenario, cut: Plan, pricing: Pricing) -> list[Item]:
+    """Kernels and collectives of one rank's step in the order of the pass: one stage, one microbatch, no
+    gathered weights."""
+    return _Composer(scenario, cut, pricing).items()
+
+
+def gradient_norm(parameters: float) -> Compute:
+    """Norm of so many gradients."""
+    call = kernel("grad_norm", "fp32", rows=max(round(parameters), 1), width=1)
+    return Compute("gradient norm", "optimizer", call)
+
+
+def in_step(items: Sequence[Item]) -> list[Item]:
+    """Items that belong to the step, not to a pass of a layer."""
+    return [replace(item, kind=f"step/{item.kind}") for item in items]
 
 
 def compose(scenario: Scenario, cut: Plan, pricing: Pricing) -> StepGraph:

@@ -16,6 +16,7 @@ from hyscale_simulator.work.parallel import column, column_backward, row, row_ba
 from hyscale_simulator.work.rank import Rank
 from hyscale_simulator.work.selection import (
     index_backward,
+    index_loss,
     index_projections,
     selection,
 )
@@ -25,17 +26,20 @@ __all__ = ["attention", "attention_backward"]
 PROJECTIONS = "projections"
 
 
-def attention(rank: Rank, *, selects: bool, again: bool, trains: bool) -> list[Item]:
+def attention(rank: Rank, *, selects: bool, recomputed: bool, again: bool, trains: bool) -> list[Item]:
     """Norm, attention and residual.
 
-    selects: the layer runs its own selection.  again: this is a recomputation (replay skips the selection).
-    trains: gradients are on, so the indexer's loss is computed.
+    selects: the layer runs its own selection.  recomputed: it runs again in the backward pass, and again:
+    this is that run (replay skips the selection).  trains: gradients are on, so the indexer's loss is
+    computed.
     """
     model = rank.scenario.model_description
     if isinstance(model.attention, Grouped):
         inside = _grouped(rank, model.attention)
     elif model.indexer is not None and (selects or not model.indexer.dense_ratio):
-        inside = _sparse(rank, model.attention, selects=selects, again=again, trains=trains)
+        inside = _sparse(
+            rank, model.attention, selects=selects, recomputed=recomputed, again=again, trains=trains
+        )
     else:
         inside = _latent(rank, model.attention)
     return [norm(rank, "attention.norm"), *inside, residual(rank, "attention.residual")]
@@ -311,7 +315,9 @@ def _exchange_back(rank: Rank, kv_width: int, all_width: int) -> list[Item]:
 # Learned sparse attention: absorbed latent attention over the selected keys.
 
 
-def _sparse(rank: Rank, shape: Latent, *, selects: bool, again: bool, trains: bool) -> list[Item]:
+def _sparse(
+    rank: Rank, shape: Latent, *, selects: bool, recomputed: bool, again: bool, trains: bool
+) -> list[Item]:
     tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, dtype = shape.heads // tensor, rank.linear_dtype
     indexer = rank.scenario.model_description.indexer
@@ -326,8 +332,9 @@ def _sparse(rank: Rank, shape: Latent, *, selects: bool, again: bool, trains: bo
         *linear("q_up", PROJECTIONS, tokens, heads * shape.qk_dim, shape.q_rank, dtype),
         _absorbed(rank, "q_absorb", heads, shape.kv_rank, shape.nope_dim),
         stream("rope", "rope", tokens, heads * shape.rope_dim),
-        *(selection(rank, shape, again=again, trains=trains) if selects else []),
+        *(selection(rank, again=again, recomputed=recomputed) if selects else []),
         Compute("core", "attention", _sparse_call(rank, "sparse_attention", shape, heads)),
+        *(index_loss(rank, shape) if selects and trains and rank.scenario.selection.loss else []),
         _absorbed(rank, "v_absorb", heads, shape.value_dim, shape.kv_rank),
         *row(rank, "out", PROJECTIONS, hidden, heads * shape.value_dim),
     ]
@@ -353,10 +360,13 @@ def _sparse_backward(rank: Rank, shape: Latent, selects: bool) -> list[Item]:
 def _sparse_call(rank: Rank, op: str, shape: Latent, heads: int) -> Kernel:
     indexer = rank.scenario.model_description.indexer
     assert indexer is not None
-    chosen = min(indexer.top_k + indexer.window, rank.scenario.batch.sequence_tokens)
+    keys = max(rank.scenario.batch.sequence_tokens // indexer.key_ratio, 1)
+    most = min(indexer.top_k + indexer.window, keys)
+    attended = most - most * (most - 1) // (2 * keys)  # on average: the first rows see fewer
     return kernel(
-        op, "bf16", rows=rank.tokens, heads=heads, qk_dim=shape.kv_width, v_dim=shape.kv_rank, top_k=chosen
-    )
+        op, "bf16", rank.scenario.kernels.attention_implementation,
+        rows=rank.tokens, heads=heads, qk_dim=shape.kv_width, v_dim=shape.kv_rank, top_k=attended, keys=keys,
+    )  # fmt: skip
 
 
 def _absorbed(rank: Rank, name: str, heads: int, n: int, k: int) -> Compute:

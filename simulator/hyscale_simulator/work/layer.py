@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hyscale_simulator.work.attention import attention, attention_backward
+from hyscale_simulator.work.eager import as_run
 from hyscale_simulator.work.feed_forward import feed_forward, feed_forward_backward
 from hyscale_simulator.work.items import Item, in_phase
 from hyscale_simulator.work.rank import Rank
@@ -33,8 +34,13 @@ def layer_kind(rank: Rank, layer: int) -> LayerKind:
 
 
 def forward(rank: Rank, kind: LayerKind) -> list[Item]:
-    """The forward pass.  A recomputed layer runs it without gradients, so its indexer computes no loss."""
-    return in_phase(_forward(rank, kind, again=False, trains=not kind.recomputed), "forward")
+    """The forward pass.
+
+    Reentrant checkpointing runs that of a recomputed layer without gradients, so that its indexer computes
+    no loss; non-reentrant checkpointing runs all of it.
+    """
+    trains = not (kind.recomputed and rank.scenario.recompute.reentrant)
+    return in_phase(_forward(rank, kind, again=False, trains=trains), "forward")
 
 
 def backward(rank: Rank, kind: LayerKind) -> list[Item]:
@@ -42,13 +48,16 @@ def backward(rank: Rank, kind: LayerKind) -> list[Item]:
     items: list[Item] = []
     if kind.recomputed:
         items += in_phase(_forward(rank, kind, again=True, trains=True), "recompute")
-    items += in_phase(feed_forward_backward(rank, experts=kind.experts), "backward")
-    items += in_phase(attention_backward(rank, selects=kind.selects), "backward")
-    return items
+    ahead = [
+        *feed_forward_backward(rank, experts=kind.experts),
+        *attention_backward(rank, selects=kind.selects),
+    ]
+    return [*items, *in_phase(as_run(rank, ahead, backward=True), "backward")]
 
 
 def _forward(rank: Rank, kind: LayerKind, *, again: bool, trains: bool) -> list[Item]:
-    return [
-        *attention(rank, selects=kind.selects, again=again, trains=trains),
+    items = [
+        *attention(rank, selects=kind.selects, recomputed=kind.recomputed, again=again, trains=trains),
         *feed_forward(rank, experts=kind.experts),
     ]
+    return as_run(rank, items)

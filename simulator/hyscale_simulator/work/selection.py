@@ -9,7 +9,7 @@ from hyscale_simulator.model import Indexer, Latent
 from hyscale_simulator.work.items import Communicate, Compute, Item, backward_linear, linear, stream
 from hyscale_simulator.work.rank import Rank
 
-__all__ = ["chunk_rows", "index_backward", "index_projections", "record_bytes", "selection"]
+__all__ = ["chunk_rows", "index_backward", "index_loss", "index_projections", "record_bytes", "selection"]
 
 PROJECTIONS = "index projections"
 SELECTION = "selection"
@@ -36,29 +36,33 @@ def index_projections(rank: Rank, shape: Latent) -> list[Item]:
     ]
 
 
-def selection(rank: Rank, shape: Latent, *, again: bool, trains: bool) -> list[Item]:
-    """Top-k for every row of this rank, or its replay, and the loss where gradients are on."""
-    scenario, indexer = rank.scenario, _indexer(rank)
-    options = scenario.selection
-    items: list[Item] = []
-    if again and scenario.recompute.replay:
-        items += _recall(rank)
-        if trains and options.loss:
-            items.append(_at_selected(rank, "select.scores_again", "selected_scores"))
-    else:
-        items += _score_and_choose(rank)
-        items += _shared(rank, "select.gather", 4.0 * _chosen(rank))
-        if not again and not trains and scenario.recompute.replay:  # only recomputed layers replay
-            items += _record(rank)
-    if trains and options.loss:
-        heads = shape.heads // rank.plan.tensor
-        loss = kernel(
-            "index_loss", "bf16", rows=rank.tokens, heads=heads, qk_dim=shape.kv_width, top_k=_chosen(rank)
-        )
-        items.append(Compute("loss", LOSS, loss))
-        if rank.plan.tensor > 1:  # the teacher's probabilities are a sum over all heads
-            whole = rank.tokens * indexer.top_k * 4.0
-            items.append(Communicate("loss.reduce", "tensor comm", "all_reduce", "tensor", whole))
+def selection(rank: Rank, *, again: bool, recomputed: bool) -> list[Item]:
+    """Top-k for every row of this rank, or (in a recomputation) its replay.
+
+    recomputed: the layer runs again in the backward pass, so that there is something to replay.
+    """
+    replays = recomputed and rank.scenario.recompute.replay
+    operands = _operands(rank)
+    if again and replays:  # whose loss scores the selected keys
+        return [*(operands if rank.scenario.selection.loss else []), *_recall(rank)]
+    items = [*operands, *_score_and_choose(rank), *_shared(rank, "select.gather", 4.0 * _chosen(rank))]
+    return [*items, *_record(rank)] if replays else items
+
+
+def index_loss(rank: Rank, shape: Latent) -> list[Item]:
+    """The indexer's loss, after attention: its teacher, scores at the selected keys, and their divergence."""
+    tokens, chosen = rank.tokens, _chosen(rank)
+    mass = kernel(
+        "attention_mass", "bf16", rank.scenario.kernels.attention_implementation,
+        rows=tokens, heads=shape.heads // rank.plan.tensor, qk_dim=shape.kv_width, top_k=chosen,
+        keys=_keys(rank),
+    )  # fmt: skip
+    items: list[Item] = [Compute("loss.teacher", LOSS, mass)]
+    if rank.plan.tensor > 1:  # the teacher's probabilities are a sum over all heads
+        whole = tokens * chosen * 4.0
+        items.append(Communicate("loss.reduce", "tensor comm", "all_reduce", "tensor", whole))
+    items.append(stream("loss.target", "index_target", _rows(rank), chosen, LOSS))
+    items.append(_at_selected(rank, "loss.divergence", "indexer_loss"))
     return items
 
 
@@ -68,11 +72,12 @@ def index_backward(rank: Rank, shape: Latent) -> list[Item]:
         return []
     indexer, hidden, tokens = _indexer(rank), rank.scenario.model_description.hidden, _rows(rank)
     width, dtype = indexer.heads * indexer.head_dim, rank.linear_dtype
-    loss = kernel("index_loss_bwd", "fp32", rows=tokens, top_k=_chosen(rank))
     items: list[Item] = [
-        Compute("loss.bwd", LOSS, loss),
+        stream("loss.bwd", "index_loss_bwd", tokens, _chosen(rank), LOSS),
         _at_selected(rank, "loss.scores_bwd", "selected_scores_bwd"),
     ]
+    if rank.scenario.selection.scoring_dtype == "fp8":
+        items.append(stream("loss.unscale", "index_unscale", tokens, width, LOSS))
     if rank.plan.context > 1:  # gradients of the gathered index keys go back to their owners, in fp32
         whole = rank.tokens * rank.plan.context * indexer.head_dim * 4.0
         items.append(
@@ -102,8 +107,7 @@ def record_bytes(rank: Rank) -> float:
 def chunk_rows(rank: Rank) -> int:
     """Rows whose scores are in memory at a time, where a table is written."""
     options = rank.scenario.selection
-    keys = max(rank.scenario.batch.sequence_tokens // _indexer(rank).key_ratio, 1)
-    rows = options.table_rows or max(TABLE_LIMIT_BYTES // (4 * keys), 1)
+    rows = options.table_rows or max(TABLE_LIMIT_BYTES // (4 * _keys(rank)), 1)
     return min(rows, _rows(rank))
 
 
@@ -128,15 +132,21 @@ def _shared(rank: Rank, name: str, row_bytes: float) -> list[Item]:
 
 def _chosen(rank: Rank) -> int:
     indexer = _indexer(rank)
-    return min(indexer.top_k, max(rank.scenario.batch.sequence_tokens // indexer.key_ratio, 1))
+    return min(indexer.top_k, _keys(rank))
+
+
+def _operands(rank: Rank) -> list[Item]:
+    """Queries and keys quantised, where they are scored in fp8."""
+    indexer = _indexer(rank)
+    if rank.scenario.selection.scoring_dtype != "fp8":
+        return []
+    width = indexer.heads * indexer.head_dim
+    return [stream("select.quantise", "quantise", _rows(rank), width, SELECTION)]
 
 
 def _score_and_choose(rank: Rank) -> list[Item]:
-    options, indexer = rank.scenario.selection, _indexer(rank)
+    indexer = _indexer(rank)
     items: list[Item] = []
-    if options.scoring_dtype == "fp8":
-        width = indexer.heads * indexer.head_dim
-        items.append(stream("select.quantise", "quantise", _rows(rank), width, SELECTION))
     slowest = _passes(rank, rank.keys_slowest // indexer.key_ratio)
     mean = _passes(rank, rank.keys_mean // indexer.key_ratio)
     for (name, call, count), (_, average, _) in zip(slowest, mean, strict=True):
@@ -149,13 +159,13 @@ def _score_and_choose(rank: Rank) -> list[Item]:
 def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
     """(name, kernel, count) of one selection when a row sees ``visible`` keys on average."""
     options, indexer = rank.scenario.selection, _indexer(rank)
-    whole = max(rank.scenario.batch.sequence_tokens // indexer.key_ratio, 1)
+    whole = _keys(rank)
     visible, top_k, dtype = max(visible, 1), _chosen(rank), options.scoring_dtype
     scored = {"heads": indexer.heads, "dim": indexer.head_dim}
     if not options.table:
         return _fused(rank, visible, top_k, scored)
-    rows = chunk_rows(rank)
-    count = -(-_rows(rank) // rows)
+    count = -(-_rows(rank) // chunk_rows(rank))
+    rows = -(-_rows(rank) // count)  # in even chunks
     keys = whole if options.square else visible
     searched = whole if options.square or options.mask_pass else visible
     passes = [
@@ -181,25 +191,34 @@ def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list
 
 
 def _at_selected(rank: Rank, name: str, op: str) -> Compute:
-    """Scores at the selected keys, or their gradient."""
+    """Scores at the selected keys with their loss, or their gradient."""
     indexer, dtype = _indexer(rank), rank.scenario.selection.scoring_dtype
     operands = dtype if BYTES[dtype] <= 2 else "bf16"
     call = kernel(
-        op, operands, rows=_rows(rank), top_k=_chosen(rank), heads=indexer.heads, dim=indexer.head_dim
-    )
+        op, operands, rows=_rows(rank), top_k=_chosen(rank), heads=indexer.heads, dim=indexer.head_dim,
+        keys=_keys(rank),
+    )  # fmt: skip
     return Compute(name, LOSS, call)
 
 
+def _keys(rank: Rank) -> int:
+    """Keys of the whole sequence."""
+    return max(rank.scenario.batch.sequence_tokens // _indexer(rank).key_ratio, 1)
+
+
 def _codec(rank: Rank, op: str) -> Kernel:
-    keys = max(rank.scenario.batch.sequence_tokens // _indexer(rank).key_ratio, 1)
-    return kernel(op, "fp32", rows=rank.tokens, top_k=_chosen(rank), keys=keys)
+    return kernel(op, "fp32", rows=rank.tokens, top_k=_chosen(rank), keys=_keys(rank))
 
 
 def _record(rank: Rank) -> list[Item]:
-    """Keeping the selection: packed if asked for, moved to the host if asked for."""
+    """Keeping the selection: packed if asked for, moved to the host if asked for.
+
+    The record is all that selecting hands on, so the forward pass unpacks it too.
+    """
     items: list[Item] = []
     if rank.scenario.selection.record == "packed":
         items.append(Compute("select.encode", SELECTION, _codec(rank, "record_encode")))
+        items.append(Compute("select.decode", SELECTION, _codec(rank, "record_decode")))
     if rank.scenario.offload.selection:
         moved = record_bytes(rank)
         items.append(Communicate("select.store", "host copies", "host", "host", moved, until="end"))

@@ -4,10 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyscale_simulator.kernels import OPS, Kernel, kernel, record_bits
+from hyscale_simulator.kernels import OPS, Kernel, kernel, record_bits, sampled_keys
 
 
 class Counter:
@@ -153,7 +154,7 @@ def test_glm_at_a_million_tokens() -> None:
     scores = kernel("index_scores", "bf16", rows=1, keys=2**19, heads=32, dim=128).cost
     sparse = kernel("sparse_attention", "bf16", rows=1, heads=64, qk_dim=576, v_dim=512, top_k=2048).cost
     back = kernel("sparse_attention_bwd", "bf16", rows=1, heads=64, qk_dim=576, v_dim=512, top_k=2048).cost
-    teacher = kernel("index_loss", "bf16", rows=1, heads=64, qk_dim=576, top_k=2048).cost
+    teacher = kernel("attention_mass", "bf16", rows=1, heads=64, qk_dim=576, top_k=2048).cost
     selected = kernel("selected_scores", "bf16", rows=1, heads=32, dim=128, top_k=2048).cost
     assert scores.tensor_flops == pytest.approx(4295e6, rel=1e-3)
     assert sparse.tensor_flops == pytest.approx(284.9e6, rel=1e-2)
@@ -174,6 +175,15 @@ def test_fp32_scoring_runs_on_cuda_cores() -> None:
 )
 def test_bits_of_a_packed_index(top_k: int, keys: int, bits: float) -> None:
     assert record_bits(top_k, keys) == pytest.approx(bits)
+
+
+def test_hytopk_samples_as_many_keys_as_its_plan() -> None:
+    from hyscale_kernels.hytopk.plan import Plan
+
+    for keys in (4096, 16384, 65536, 131072, 262144, 1 << 20, 1 << 22):
+        for top_k in (512, 2048, 8192):
+            plan = Plan.default(1024, keys, 32, 128, top_k, torch.bfloat16, "cuda")
+            assert sampled_keys(keys, top_k) == min(plan.samples, keys), (keys, top_k)
 
 
 def test_bad_kernels_are_refused() -> None:

@@ -218,10 +218,19 @@ def test_replay_removes_the_second_selection() -> None:
     assert evaluate(GLM).step_time_s < evaluate(without).step_time_s
 
 
-def test_replay_recomputes_the_selected_scores_for_the_loss() -> None:
-    assert seconds(GLM, "recompute", "index loss") > seconds(
-        GLM.with_(**{"recompute.replay": False}), "recompute", "index loss"
-    )
+def test_the_loss_scores_the_selected_keys_itself_with_replay_or_without() -> None:
+    without = GLM.with_(**{"recompute.replay": False})
+    for scenario in (GLM, without):
+        assert seconds(scenario, "forward", "index loss") == 0.0
+    assert seconds(GLM, "recompute", "index loss") == seconds(without, "recompute", "index loss") > 0
+
+
+def test_non_reentrant_checkpointing_computes_the_loss_twice() -> None:
+    twice = GLM.with_(**{"recompute.reentrant": False})
+    loss = seconds(GLM, "recompute", "index loss")
+    assert seconds(twice, "forward", "index loss") == seconds(twice, "recompute", "index loss") == loss
+    # The record is kept all the same.
+    assert seconds(twice, "recompute", "selection") == seconds(GLM, "recompute", "selection")
 
 
 def test_replay_alone_stays_below_two() -> None:
