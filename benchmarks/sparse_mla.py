@@ -1,6 +1,8 @@
 """Sparse latent attention on a GPU: a correctness gate, then times beside their floors, and plans raced.
 
     PYTHONPATH=.:kernels:verify python3 benchmarks/sparse_mla.py --out benchmarks/results/sparse_mla.jsonl
+    ncu --clock-control none -k 'regex:^_(forward|recompute|queries|keys)_kernel' -c 4 \\
+        python3 benchmarks/sparse_mla.py --once     # benchmarks/results/sparse_mla_ncu.txt
 
 Appends one JSON line a claim or a time to --out; a red gate means that no time is recorded. Most of its time
 is compilation. FLOPs are those of kernels/hyscale_kernels/attention/README.md: with n selected pairs,
@@ -41,7 +43,7 @@ SPREAD, CAUSAL = (8192, 131_072), (8192, 8192)
 TARGET_TFLOPS = {"forward": 300.0, "backward, atomic": 150.0}  # 64 heads, SPREAD
 CACHE_BYTES_PER_S = 6.3e12  # gathers that hit the second-level cache, measured on an H200
 CACHE_ADDITIONS_PER_S = 0.57e12  # float32 additions that hit it, from the indexer's dk on an H200
-EAGER_ROWS = 1024
+EAGER_ROWS, PROFILED_ROWS = 1024, 2048
 
 Record = dict[str, Any]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -386,10 +388,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON lines file to append to")
     parser.add_argument("--skip-candidates", action="store_true", help="time the default plan alone")
+    parser.add_argument("--once", action="store_true", help="a forward and a backward pass, for a profiler")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("sparse_mla: needs a CUDA device, and this machine has none", file=sys.stderr)
         return 3
+    if options.once:
+        case = Case.draw(PROFILED_ROWS, SPREAD[1], 64)
+        case.backward(case.forward(), False)
+        torch.cuda.synchronize()
+        return 0
     common = {"schema": 1, "op": "sparse_mla", **environment("attention")}
     failed = 0
 
