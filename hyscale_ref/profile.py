@@ -9,6 +9,7 @@ Units are in the field names.  Standard library only.
 """
 
 import gzip
+import io
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 SCHEMA = 1
 STATUSES = ("ok", "failed")
@@ -245,7 +246,7 @@ def read_profile(
     return points
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 

@@ -8,7 +8,6 @@ import math
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_HOLDS
+from hyscale_ref.output import check_writable, to_standard_output, write_json
 from hyscale_verify.devices import DEVICES, prepare
 from hyscale_verify.errors import EnvironmentLackingError
 
@@ -153,7 +153,7 @@ def _verify(
         verdicts += runner.unfinished(work, verdicts)
     verdicts = runner.in_order(work, verdicts)
     if json is not None:
-        report.write_json(json, report.as_record(target, where, verdicts))
+        write_json(json, report.as_record(target, where, verdicts))
     out = _output(json)
     report.print_table(out, verdicts)
     report.print_counterexamples(out, verdicts)
@@ -188,7 +188,7 @@ def _mutants(
     if jobs is not None and jobs < 1:
         raise typer.BadParameter(f"--jobs: {jobs}; allowed: at least 1")
     where = _device(device)
-    from hyscale_verify import report, runner
+    from hyscale_verify import runner
     from hyscale_verify.mutants import harness
     from hyscale_verify.suite import MUTANTS
 
@@ -209,7 +209,7 @@ def _mutants(
     except KeyboardInterrupt:
         interrupted = True
     if json is not None:
-        report.write_json(json, harness.as_record(fates))
+        write_json(json, harness.as_record(fates))
     harness.print_fates(out, fates)
     if interrupted:
         out.print(f"interrupted after {len(fates)} of {total}")
@@ -241,26 +241,15 @@ def _each_of(option: str, values: Sequence[str], allowed: Any) -> None:
 
 
 def _writable(option: str, path: Path | None) -> None:
-    """Find out before the work, not after, that a report cannot be written."""
-    if path is None or str(path) == "-":
-        return
-    if path.is_dir():
-        raise typer.BadParameter(f"{option}: {path} is a folder; allowed: a file name")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise typer.BadParameter(f"{option}: {path}; its folder does not exist")
-    if path.exists() and not path.is_file():
-        return  # a device or a pipe
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise typer.BadParameter(f"{option}: {path} cannot be written: {error.strerror}") from error
+        check_writable(path)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
 
 
 def _output(json: Path | None = None) -> Console:
     """Where tables go: to standard output, or beside it when that is for JSON alone."""
-    beside = json is not None and str(json) == "-"
+    beside = to_standard_output(json)
     stream = sys.stderr if beside else sys.stdout
     return Console(stderr=beside, width=None if stream.isatty() else WIDTH)
 

@@ -1,11 +1,7 @@
 """Verdicts as a JSON report, a table and counterexamples in words."""
 
-import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,26 +22,6 @@ def as_record(target: str, device: str, verdicts: Sequence[Verdict]) -> dict[str
         "properties": [each.record() for each in verdicts],
         "summary": {verdict: counts[verdict] for verdict in (HOLDS, FALSIFIED, SKIPPED)},
     }
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """To a file, in one step: a reader sees the old one or the whole new one; to standard output for -.
-
-    A device or a pipe is written to, not replaced.
-    """
-    text = json.dumps(record, indent=1) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def print_table(console: Console, verdicts: Sequence[Verdict]) -> None:

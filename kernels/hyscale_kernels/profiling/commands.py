@@ -1,7 +1,7 @@
 """``hyscale profile``: measure kernels on this machine's GPU; show, plot and compare what was measured."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hyscale_ref.output import to_standard_output, write_json
 from hyscale_ref.profile import ProfileError, ProfilePoint, read_profile
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, need_gpu, say, stop, write_json
+from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, need_gpu, say, stop, writable
 from .race_command import race_command
 from .run_command import run_command
 
@@ -44,31 +45,31 @@ def show_command(
     """
     from . import report
 
+    writable("--json", as_json)
     if context is not None:
+        unread: list[str] = []
         with refusing(), plotting():
             from . import context as context_plot
 
-            ratios = context_plot.plot(file, context)
+            try:
+                ratios = context_plot.plot(file, context, unread)
+            finally:
+                named(file, unread)
         said = ", ".join(f"{ratio:.2f}x at {keys:,} keys" for keys, ratio in ratios)
         Console(highlight=False, soft_wrap=True).print(f"{context}: HyTopK is {said}")
         if roofline is None and as_json is None and not points and op is None:
-            return
+            raise typer.Exit(EXIT_FAILED if unread else 0)
     with refusing():
         found, faults = lenient(file)
     if op:
-        known = {point.op for point in found}
-        for name in op:
-            if name not in known:
-                raise typer.BadParameter(
-                    f"{file} has no op {name!r}; it has: {', '.join(sorted(known))}", param_hint="--op"
-                )
+        known_ops(op, found, str(file))
         found = [point for point in found if point.op in op]
     if roofline is not None:
         with refusing(), plotting():
             report.roofline(found, roofline)
     if as_json is not None:
         write_json(as_json, {"schema": 1, "faults": faults, "points": [point.to_json() for point in found]})
-    if as_json is None or str(as_json) != "-":
+    if not to_standard_output(as_json):
         devices = sorted({f"{point.device} {point.serial}".strip() for point in found})
         title = f"{file.name}: {len(found)} points on {', '.join(devices) or 'no device'}"
         table = report.point_table(found, title) if points else report.summary_table(found, title)
@@ -102,10 +103,12 @@ def compare_command(
     from . import report
     from .compare import compare
 
+    writable("--json", as_json)
     with refusing():
         here, faults = lenient(first, one_device=False)
         there, more = lenient(second, one_device=False)
     if op:
+        known_ops(op, [*here, *there], f"{first} or {second}")
         here = [point for point in here if point.op in op]
         there = [point for point in there if point.op in op]
     found = compare(here, there, any_implementation=any_implementation)
@@ -115,7 +118,7 @@ def compare_command(
     record = report.comparison_record(found, limit)
     if as_json is not None:
         write_json(as_json, record)
-    if as_json is None or str(as_json) != "-":
+    if not to_standard_output(as_json):
         title = f"{second.name} over {first.name}"
         output().print(report.comparison_table(found, title, limit, most))
         output().print(report.comparison_summary(found, title, limit))
@@ -143,15 +146,13 @@ def trace_command(
     as_json: Json = None,
 ) -> None:
     """A Chrome trace of one call through PyTorch's profiler; ui.perfetto.dev opens it."""
-    need_gpu()
-    import torch
-
     from .op import Entry
     from .ops import ALL
     from .suites import names_of
     from .target import parse_shapes
-    from .tracing import trace
 
+    writable("--out", out)
+    writable("--json", as_json)
     chosen = next((each for each in ALL if op in names_of(each)), None)
     if chosen is None:
         names = sorted({each.name for each in ALL})
@@ -160,26 +161,46 @@ def trace_command(
         sizes = parse_shapes([shape])[0] if shape else next(filter(None, chosen.shapes.values()))[0]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shape") from None
+    need_gpu()
+    import torch
+
+    from .tracing import trace
+
     entry = Entry(chosen, sizes)
     kernels = trace(entry, torch.device("cuda", torch.cuda.current_device()), out)
     if as_json is not None:
         record = {"schema": 1, "op": entry.label, "trace": str(out), "kernels": dict(kernels)}
         write_json(as_json, record)
-    if as_json is None or str(as_json) != "-":
+    if not to_standard_output(as_json):
         Console(highlight=False, soft_wrap=True).print(f"{out}: {entry.label}")
         for name, us in kernels[:12]:
             Console(highlight=False, soft_wrap=True).print(f"{us:12,.1f} us  {name[:100]}")
+
+
+def known_ops(names: Sequence[str], points: Iterable[ProfilePoint], where: str) -> None:
+    """A usage error for an op that no point has."""
+    known = {point.op for point in points}
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(
+                f"no op {name!r} in {where}; there are: {', '.join(sorted(known))}", param_hint="--op"
+            )
 
 
 def lenient(path: Path, *, one_device: bool = True) -> tuple[list[ProfilePoint], list[str]]:
     """The readable points of a file and its bad lines, which are named on standard error."""
     faults: list[str] = []
     points = read_profile(path, one_device=one_device, faults=faults)
+    named(path, faults)
+    return points, faults
+
+
+def named(path: Path, faults: Sequence[str]) -> None:
+    """The first bad lines of a file, on standard error."""
     for fault in faults[:5]:
         say(fault)
     if len(faults) > 5:
         say(f"{path}: {len(faults) - 5} more lines that cannot be read")
-    return points, faults
 
 
 def output() -> Console:

@@ -42,19 +42,26 @@ class Curve:
     places: tuple[tuple[int, float, float, float], ...]
 
 
-def from_file(path: Path) -> tuple[list[Timed], dict[str, float]]:
+def from_file(path: Path, faults: list[str]) -> tuple[list[Timed], dict[str, float]]:
     """What the file holds, and product rates by dtype (from its measured ceilings; a profile's alone).
 
-    ProfileError for a file that is neither.
+    Bad lines are described in ``faults`` and passed over. ProfileError for a file that cannot be read.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    first = json.loads(lines[0]) if lines and lines[0].startswith("{") else {}
-    if isinstance(first, dict) and "contender" in first:
+    if path.suffix == ".gz":  # a profile: races are plain
+        return from_profile(read_profile(path, faults=faults))
+    try:
+        lines = path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
+    except OSError as error:
+        raise ProfileError(f"{path}: unreadable: {error}") from error
+    if '"contender"' not in (lines[0] if lines else ""):
+        return from_profile(read_profile(path, faults=faults))
+    timed: list[Timed] = []
+    for number, line in enumerate(lines, 1):
         try:
-            return from_race(json.loads(line) for line in lines if line.strip()), {}
+            timed += from_race([json.loads(line)] if line.strip() else [])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ProfileError(f"{path}: not the records of a race: {error!r}") from None
-    return from_profile(read_profile(path, faults=[]))
+            faults.append(f"{path}:{number}: not the record of a race: {error!r}")
+    return timed, {}
 
 
 def from_race(records: Iterable[dict[str, Any]]) -> list[Timed]:
@@ -96,12 +103,12 @@ def from_profile(points: Sequence[ProfilePoint]) -> tuple[list[Timed], dict[str,
     return timed, rates
 
 
-def plot(path: Path, out: Path) -> list[tuple[int, float]]:
-    """Draw the picture; returns (keys, how many times faster HyTopK is).
+def plot(path: Path, out: Path, faults: list[str]) -> list[tuple[int, float]]:
+    """Draw the picture; returns (keys, how many times faster HyTopK is). Bad lines go to ``faults``.
 
     ValueError when the file has no shape that both HyTopK and a rival ran.
     """
-    timed, rates = from_file(path)
+    timed, rates = from_file(path, faults)
     ours, rivals = pairs(timed)
     if not rivals:
         raise ValueError(f"{path}: no shape of at least 512 queries that both HyTopK and a rival ran")

@@ -1,14 +1,13 @@
-"""What the commands share: exit codes, where messages and results go, and the answer without a GPU."""
+"""What the commands share: exit codes, where messages go, and the answer without a GPU."""
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
 
-EXIT_FAILED, EXIT_USAGE, EXIT_ENVIRONMENT = 1, 2, 3
+from hyscale_ref.output import check_writable
+
+EXIT_FAILED, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -24,13 +23,12 @@ def stop(code: int, message: str) -> typer.Exit:
     return typer.Exit(code)
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """To a file, or to standard output for -."""
-    text = json.dumps(record, indent=1) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
+def writable(option: str, path: Path | None) -> None:
+    """A usage error, before any work, where a result could not be written."""
+    try:
+        check_writable(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def need_gpu() -> None:

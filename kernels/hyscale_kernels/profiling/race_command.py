@@ -1,6 +1,8 @@
 """``hyscale profile race``: HyTopK against rivals, and the kernels of replay beside their floors."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import entry_points
 from itertools import product
@@ -11,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, err, need_gpu, stop
+from hyscale_ref.output import to_standard_output, write_json
+
+from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED, err, need_gpu, say, stop, writable
 
 # Races of other ops, which need more than the kernels: each entry names a module with race() and header().
 RACES = "hyscale.races"
@@ -59,13 +63,17 @@ def race_command(
     rounds: Annotated[int, typer.Option(min=3, help="timed calls a contender")] = 15,
     budget: Annotated[float, typer.Option(min=0.1, help="seconds of device time a race")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="append the records to this JSON Lines file")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="write the records as one JSON file")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="write the records as one JSON file; - for standard output")
+    ] = None,
 ) -> None:
     """Race HyTopK against rivals: same process, same inputs, taking turns, correctness first.
 
     With --op replay, time the kernels of selection replay beside their floors, behind a gate of their own;
     its shape, rounds and budget are fixed.
     """
+    writable("--out", out)
+    writable("--json", as_json)
     given = {"shapes": shapes, "dtypes": dtypes, "regimes": regimes, "windows": windows, "rivals": rivals}
     if op is Raced.replay:
         for name, value in given.items():
@@ -75,6 +83,8 @@ def race_command(
         _race_replay(out, as_json)
         return
     chosen = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
+    import torch
+
     from .cases import CAPTURED, DTYPES, REGIMES, WINDOWS, captured_case, draw
     from .contenders import CONTENDERS
     from .race import Shape, race
@@ -84,34 +94,72 @@ def race_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from error
     names = ["hytopk", *(n for n in listed("rivals", chosen["rivals"], CONTENDERS) if n != "hytopk")]
-    cases = product(
-        listed("dtypes", chosen["dtypes"], DTYPES),
-        sizes,
-        listed("regimes", chosen["regimes"], [*REGIMES, CAPTURED]),
-        listed("windows", chosen["windows"], WINDOWS),
+    cases = list(
+        product(
+            listed("dtypes", chosen["dtypes"], DTYPES),
+            sizes,
+            listed("regimes", chosen["regimes"], [*REGIMES, CAPTURED]),
+            listed("windows", chosen["windows"], WINDOWS),
+        )
     )
+    for _, shape, regime, window in cases:
+        if regime != CAPTURED and window == "causal" and shape.rows > shape.keys:
+            raise typer.BadParameter(
+                f"{shape.rows}x{shape.keys} has more causal queries than keys", param_hint="--shapes"
+            )
     need_gpu()
-    records: list[dict[str, Any]] = []
-    for dtype, shape, regime, window in cases:
-        err.print(f"racing {shape.rows} x {shape.keys} {dtype} {regime} {window}", highlight=False)
-        if regime == CAPTURED:
+    results = Results(out, as_json)
+    with results.kept():
+        for dtype, shape, regime, window in cases:
+            what = f"{shape.rows} x {shape.keys} {dtype} {regime} {window}"
+            err.print(f"racing {what}", highlight=False)
             try:
-                case = captured_case(shape.rows, shape.keys, dtype)
+                if regime == CAPTURED:
+                    case = captured_case(shape.rows, shape.keys, dtype)
+                else:
+                    case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
             except (ValueError, FileNotFoundError) as error:
-                raise typer.BadParameter(str(error), param_hint="--regimes captured") from error
-        else:
-            case = draw(shape.rows, shape.keys, dtype, regime=regime, windows=window)
-        for record in race(case, names, rounds=rounds, budget_s=budget):
-            records.append(record)
-            if out is not None:
-                with out.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(record) + "\n")
-        del case
-    if as_json is not None:
-        as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
-    Console().print(table_of(records))
-    if any(record["status"] == "wrong" for record in records):
+                raise typer.BadParameter(str(error), param_hint=f"--regimes {regime}") from error
+            except torch.OutOfMemoryError as error:
+                say(f"left out: {what}: its inputs do not fit ({str(error).splitlines()[0]})")
+                results.failed = True
+                continue
+            for record in race(case, names, rounds=rounds, budget_s=budget):
+                results.add(record)
+            del case
+    results.show(table_of(results.records))
+    if results.failed or any(record["status"] == "wrong" for record in results.records):
         raise typer.Exit(EXIT_FAILED)
+
+
+class Results:
+    """The records of a command: each goes to ``out`` at once, all to ``as_json`` at the end."""
+
+    def __init__(self, out: Path | None, as_json: Path | None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.failed = False
+        self._out, self._as_json = out, as_json
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        if self._out is not None:
+            with self._out.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """However the races end, what they found is written; an interruption is exit code 130."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise stop(EXIT_INTERRUPTED, f"interrupted after {len(self.records)} records") from None
+        finally:
+            if self._as_json is not None:
+                write_json(self._as_json, {"schema": 1, "races": self.records})
+
+    def show(self, table: Table) -> None:
+        if not to_standard_output(self._as_json):
+            Console().print(table)
 
 
 def _race_replay(out: Path | None, as_json: Path | None) -> None:
@@ -120,24 +168,20 @@ def _race_replay(out: Path | None, as_json: Path | None) -> None:
         raise stop(EXIT_ENVIRONMENT, "--op replay needs the installed package, which names its gate")
     module = found[Raced.replay.value].load()
     common = module.header()
-    records: list[dict[str, Any]] = []
+    results = Results(out, as_json)
     table = Table(title="Replay race", caption="floors in ms; a red gate stops the race")
     for heading in ("claim or call", "dtype", "median ms", "floors", "holds"):
         table.add_column(heading)
-    for record in module.race():
-        records.append({**common, **record})
-        if out is not None:
-            with out.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(records[-1]) + "\n")
-        floors = ", ".join(f"{name} {value}" for name, value in record.get("floor_ms", {}).items())
-        time = f"{record['median_ms']:.3f}" if "median_ms" in record else ""
-        what = record.get("call", record["claim"])
-        table.add_row(what, record.get("dtype", ""), time, floors, str(record.get("holds", "")))
-        err.print(f"{what} {record.get('dtype', '')} {time}", highlight=False)
-    if as_json is not None:
-        as_json.write_text(json.dumps({"schema": 1, "races": records}, indent=1), encoding="utf-8")
-    Console().print(table)
-    if not all(record.get("holds", True) for record in records):
+    with results.kept():
+        for record in module.race():
+            results.add({**common, **record})
+            floors = ", ".join(f"{name} {value}" for name, value in record.get("floor_ms", {}).items())
+            time = f"{record['median_ms']:.3f}" if "median_ms" in record else ""
+            what = record.get("call", record["claim"])
+            table.add_row(what, record.get("dtype", ""), time, floors, str(record.get("holds", "")))
+            err.print(f"{what} {record.get('dtype', '')} {time}", highlight=False)
+    results.show(table)
+    if not all(record.get("holds", True) for record in results.records):
         raise typer.Exit(EXIT_FAILED)
 
 

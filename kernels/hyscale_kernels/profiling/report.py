@@ -102,15 +102,16 @@ def comparison_table(found: Comparison, title: str, apart: float = APART, most: 
         title=title,
         caption=f"ratio: second over first; 'apart': more than {apart:.0%} and outside the noise",
     )
-    for heading in ("op", "dtype", "shape", "regime"):
+    for heading in ("op", "who", "dtype", "shape", "regime"):
         table.add_column(heading, overflow="fold")
     for heading in ("first us", "second us", "ratio", ""):
         table.add_column(heading, justify="right")
     ranked = sorted(found.pairs, key=lambda pair: -abs(pair.ratio - 1))
     for pair in ranked[:most]:
         point = pair.first
+        who = dict.fromkeys((point.implementation, pair.second.implementation))
         table.add_row(
-            point.op, point.dtype, shape_text(point.shape), point.regime,
+            point.op, " / ".join(who), point.dtype, shape_text(point.shape), point.regime,
             f"{point.median_us:,.1f}", f"{pair.second.median_us:,.1f}", f"{pair.ratio:.3f}",
             pair.verdict(apart),
         )  # fmt: skip

@@ -10,9 +10,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hyscale_ref.output import to_standard_output, write_json
 from hyscale_ref.profile import ProfileError, ProfilePoint, ProfileWriter, read_profile, shape_text
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, err, need_gpu, say, stop, write_json
+from .environment import (
+    EXIT_ENVIRONMENT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    err,
+    need_gpu,
+    say,
+    stop,
+    writable,
+)
 
 if TYPE_CHECKING:
     from .op import Entry
@@ -51,9 +62,15 @@ def run_command(
 ) -> None:
     """Measure a suite: ceilings first, then points in order of value, each on disk before the next begins.
 
-    Exit codes: 0 done or stopped in time, 1 a point failed (and is recorded), 2 usage, 3 no GPU, or lost.
+    Exit codes: 0 done or stopped in time, 1 a point failed (and is recorded), 2 usage, 3 no GPU, or lost,
+    130 interrupted. However it ends, --resume goes on with the file.
     """
     began = time.monotonic()
+    writable("--json", as_json)
+    if not dry_run:
+        writable("--out", out)
+        if out.suffix == ".gz":
+            raise stop(EXIT_USAGE, f"{out}: a run writes plain lines; compress the file when it is done")
     from .ops import ALL
     from .suites import suite as suite_of
     from .target import entries, parse_shapes
@@ -78,8 +95,6 @@ def run_command(
         plan(wanted, suite if target is None else target, as_json)
         return
     need_gpu()
-    if out.suffix == ".gz":
-        raise stop(EXIT_USAGE, f"{out}: a run writes plain lines; compress the file when it is done")
     measure_into(out, wanted, budget, resume, commit, as_json, began)
 
 
@@ -124,26 +139,26 @@ def measure_into(
             clock=time.monotonic,
             began=began,
         )
+        summary, ending = session.summary, None
         try:
-            summary = session.run()
+            session.run()
+            if gpus >= 2 and together:
+                machine.clear()
+                done = {(*point.shape, point.op) for point in known if point.status == "ok"}
+                new = [e for e in together if (*sorted(e.shape.items()), e.op.name) not in done]
+                summary.points += measure_collectives(
+                    new,
+                    machine,
+                    sink,
+                    time_left=lambda: float("inf") if budget is None else began + budget - time.monotonic(),
+                )
         except DeviceLostError as error:
-            show.close()
-            raise stop(
-                EXIT_ENVIRONMENT, f"the device was lost at {error}; {out} is safe, --resume goes on with it"
-            ) from None
-        if gpus >= 2 and together:
-            machine.clear()
-            done = {(*point.shape, point.op) for point in known if point.status == "ok"}
-            new = [entry for entry in together if (*sorted(entry.shape.items()), entry.op.name) not in done]
-            summary.points += measure_collectives(
-                new,
-                machine,
-                sink,
-                time_left=lambda: float("inf") if budget is None else began + budget - time.monotonic(),
-            )
-            summary.seconds = session.seconds
+            ending = EXIT_ENVIRONMENT, f"the device was lost at {error}"
+        except KeyboardInterrupt:
+            ending = EXIT_INTERRUPTED, "interrupted"
+        summary.seconds = session.seconds
     show.close()
-    finish(out, summary, as_json)
+    finish(out, summary, as_json, ending)
 
 
 def earlier(out: Path) -> list[ProfilePoint]:
@@ -160,8 +175,10 @@ def earlier(out: Path) -> list[ProfilePoint]:
     return points
 
 
-def finish(out: Path, summary: "Summary", as_json: Path | None) -> None:
-    """Say what the run did; exit 1 when a point failed."""
+def finish(
+    out: Path, summary: "Summary", as_json: Path | None, ending: tuple[int, str] | None = None
+) -> None:
+    """Say what the run did; exit 1 when a point failed. ending: exit code and reason, if it was cut short."""
     good = [point for point in summary.points if point.status == "ok"]
     for label, reason in summary.left_out.items():
         say(f"left out: {label} {reason}")
@@ -179,10 +196,13 @@ def finish(out: Path, summary: "Summary", as_json: Path | None) -> None:
         }
         write_json(as_json, record)
     left = f"; {len(summary.left)} left for --resume" if summary.left else ""
-    if as_json is None or str(as_json) != "-":
+    if not to_standard_output(as_json):
         Console(highlight=False, soft_wrap=True).print(
             f"{out}: {len(good)} points in {summary.seconds:.0f} s, {len(summary.failed)} failed{left}"
         )
+    if ending is not None:
+        code, why = ending
+        raise stop(code, f"{why}; {out} is safe, --resume goes on with it")
     if summary.failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -209,7 +229,7 @@ def plan(wanted: "Sequence[Entry]", name: str, as_json: Path | None) -> None:
             ],
         }
         write_json(as_json, record)
-        if str(as_json) == "-":
+        if to_standard_output(as_json):
             return
     table = Table(title=f"{name}: {len(alone)} points, about {seconds:.0f} s on an H200")
     for heading in ("op", "points", "seconds", "first shape"):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hyscale_verify.report import write_json
+from hyscale_ref.output import write_json
 from hyscale_verify.suite import MUTANTS, PROPERTIES
 
 ON_A_GPU = "means something on a GPU alone; the matrix is recorded on a CPU"

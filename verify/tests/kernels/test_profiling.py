@@ -1,6 +1,10 @@
 """Races without a GPU: their inputs, the correctness gate, and what the command refuses."""
 
+import json
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +133,9 @@ def test_a_contender_says_why_it_cannot_run() -> None:
         (["race", "--op", "nothing"], 2),
         (["race", "--rounds", "1"], 2),
         (["race", "--op", "replay", "--shapes", "4x5"], 2),
+        (["race", "--shapes", "9x8", "--windows", "causal"], 2),
+        (["race", "--json", "/no/such/folder/r.json"], 2),
+        (["race", "--op", "replay", "--out", "/"], 2),
         (["nothing"], 2),
         (["--help"], 0),
     ],
@@ -152,3 +159,75 @@ def test_a_race_of_the_captured_regime_needs_the_capture(
     monkeypatch.setattr(race_command, "need_gpu", lambda: None)
     assert profile(["race", "--regimes", "captured", "--shapes", "255x32768", "--dtypes", "fp8"]) == 2
     assert "captured" in capsys.readouterr().err
+
+
+@pytest.fixture
+def raced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the command race pretended contenders: what each shape does, in order."""
+
+    def use(*fates: Callable[[], str]) -> None:
+        from hyscale_kernels.profiling import cases, race, race_command
+
+        coming = iter(fates)
+
+        def pretend(inputs: Any, names: Any, **settings: Any) -> Iterator[dict[str, Any]]:
+            reason = next(coming)()
+            shape = {"rows": 4, "keys": 8, "dtype": "bf16", "regime": "random", "windows": "full"}
+            yield {**shape, "contender": "hytopk", "status": "cannot run", "reason": reason}
+
+        monkeypatch.setattr(race_command, "need_gpu", lambda: None)
+        monkeypatch.setattr(race, "race", pretend)
+        monkeypatch.setattr(cases, "draw", lambda rows, keys, dtype, **given: fits(rows))
+
+    def fits(rows: int) -> object:
+        if rows > 99:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 PiB.")
+        return object()
+
+    return use
+
+
+SHAPES = ("race", "--dtypes", "bf16", "--shapes")
+
+
+def interrupt() -> str:
+    raise KeyboardInterrupt
+
+
+def test_a_race_goes_to_standard_output_as_json_alone(
+    raced: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raced(lambda: "asleep")
+    assert profile([*SHAPES, "4x8", "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["schema"], [each["reason"] for each in record["races"]]) == (1, ["asleep"])
+    assert list(tmp_path.iterdir()) == []
+    raced(lambda: "asleep")
+    assert profile([*SHAPES, "4x8"]) == 0
+    assert "HyTopK race" in capsys.readouterr().out
+
+
+def test_an_interrupted_race_keeps_what_it_found(
+    raced: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raced(lambda: "asleep", interrupt)
+    out, path = tmp_path / "r.jsonl", tmp_path / "r.json"
+    assert profile([*SHAPES, "4x8,5x8", "--out", str(out), "--json", str(path)]) == 130
+    assert "interrupted after 1 records" in capsys.readouterr().err
+    assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(path.read_text())[
+        "races"
+    ]
+
+
+def test_a_shape_that_does_not_fit_is_named_and_the_rest_is_raced(
+    raced: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raced(lambda: "asleep")
+    path = tmp_path / "r.json"
+    assert profile([*SHAPES, "100x8,5x8", "--json", str(path)]) == 1
+    assert "left out: 100 x 8 bf16 random full: its inputs do not fit" in capsys.readouterr().err
+    assert len(json.loads(path.read_text())["races"]) == 1

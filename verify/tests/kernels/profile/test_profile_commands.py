@@ -112,11 +112,23 @@ def test_a_lost_device_is_exit_code_3_and_the_file_is_safe(
 
     on_a_gpu(tools.op("a"), tools.op("deadly", raises=die), made=made)
     out = tmp_path / "p.jsonl"
-    assert profile(["run", "--out", str(out)]) == 3
+    assert profile(["run", "--out", str(out), "--json", str(tmp_path / "r.json")]) == 3
+    assert json.loads((tmp_path / "r.json").read_text())["failed"][0]["op"] == "deadly"
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "the device was lost at deadly" in error
     assert "--resume goes on with it" in error
     assert [point.op for point in read_profile(out)][-2:] == ["a", "deadly"]
+
+
+def test_an_interrupted_run_says_what_it_measured(
+    on_a_gpu: Callable[..., Any], tools: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu(tools.op("a", sizes=(1,)), tools.op("long", raises=KeyboardInterrupt, sizes=(1,)))
+    out, path = tmp_path / "p.jsonl", tmp_path / "r.json"
+    assert profile(["run", "--out", str(out), "--json", str(path)]) == 130
+    assert f"interrupted; {out} is safe, --resume goes on with it" in capsys.readouterr().err
+    assert json.loads(path.read_text())["measured"] == 6  # the ceilings, and a
+    assert [point.op for point in read_profile(out)][-1] == "a"
 
 
 def test_resuming_passes_over_broken_lines_and_refuses_another_gpu(
@@ -202,6 +214,13 @@ def test_a_target_named_as_an_op_has_its_floor() -> None:
         (["run", "--suite", "slow"], "no suite 'slow'"),
         (["run", "--op", "nothing"], "has no op 'nothing'"),
         (["run", "--budget", "0"], "budget"),
+        (["run", "--out", "/no/such/folder/p.jsonl"], "/no/such/folder/p.jsonl; its folder does not exist"),
+        (["run", "--out", "p.jsonl.gz"], "a run writes plain lines"),
+        (["run", "--json", "/"], "/ is a folder"),
+        (["trace", "--op", "nothing"], "no op 'nothing'; there are: adamw"),
+        (["trace", "--op", "gemm", "--shape", "m"], "is not NAME=SIZE"),
+        (["trace", "--op", "gemm", "--out", "/"], "/ is a folder"),
+        (["show", "missing.jsonl", "--context", "c.png"], "missing.jsonl: unreadable"),
         (["show"], "argument"),
         (["show", "missing.jsonl"], "missing.jsonl:1: unreadable"),
         (["compare", "missing.jsonl", "missing.jsonl"], "unreadable"),
@@ -350,6 +369,20 @@ def test_times_against_context_are_drawn_from_the_recorded_races(
         assert f"{rival.ms / mine.ms:.2f}x at {mine.keys:,} keys" in said
 
 
+def test_a_torn_race_is_drawn_and_its_bad_lines_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = RACE.read_bytes()
+    torn = tmp_path / "race.jsonl"
+    torn.write_bytes(whole + b"[1]\n\xff\n" + whole[:40])
+    assert profile(["show", str(torn), "--context", str(tmp_path / "c.svg")]) == 1
+    said = capsys.readouterr()
+    assert "at 65,536 keys" in said.out
+    last = len(whole.splitlines())
+    for number in (last + 1, last + 2, last + 3):
+        assert f"race.jsonl:{number}: not the record of a race" in said.err
+
+
 def test_times_against_context_are_drawn_from_a_profile(tmp_path: Path) -> None:
     def timed(op: str, keys: int, us: float) -> ProfilePoint:
         shape = as_shape({"rows": 4096, "keys": keys, "heads": 32, "dim": 128, "top_k": 2048})
@@ -362,7 +395,7 @@ def test_times_against_context_are_drawn_from_a_profile(tmp_path: Path) -> None:
         for keys in (16384, 65536, 262144)
         for op, us in (("hytopk", 5000.0), ("materialised_topk", 90000.0))
     ]
-    path = save(tmp_path / "p.jsonl", *CEILINGS, *points)
+    path = save(tmp_path / "p.jsonl.gz", *CEILINGS, *points)
     assert profile(["show", str(path), "--context", str(tmp_path / "c.svg")]) == 0
     text = (tmp_path / "c.svg").read_text()
     assert "18.00" in text  # times faster
@@ -439,6 +472,17 @@ def test_compare_says_when_nothing_coincides(tmp_path: Path, capsys: pytest.Capt
     second = save(tmp_path / "b.jsonl", replace(POINT, op="other"))
     assert profile(["compare", str(first), str(second)]) == 1
     assert "have no shape in common" in capsys.readouterr().err
+    assert profile(["compare", str(first), str(second), "--op", "gem"]) == 2
+    assert "no op 'gem' in" in capsys.readouterr().err
+
+
+def test_compare_says_whose_times_it_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = save(tmp_path / "a.jsonl", POINT, replace(POINT, op="own", implementation="mine"))
+    second = save(tmp_path / "b.jsonl", POINT, replace(POINT, op="own", implementation="theirs"))
+    assert profile(["compare", str(first), str(second), "--any-implementation"]) == 0
+    said = capsys.readouterr().out
+    assert "mine / theirs" in said
+    assert "cublas / cublas" not in said
 
 
 # trace, collectives, the installed command
