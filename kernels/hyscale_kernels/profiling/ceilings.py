@@ -56,7 +56,7 @@ def _launch(inputs: Draw, shape: Shape) -> Work:
 def _ceiling(what: str, dtype: str, build, cost, shape: Shape, tiny: Shape, triton: bool = False) -> Op:  # type: ignore[no-untyped-def]
     return Op(
         name="ceiling", implementation=what, dtype=dtype, family=FAMILY, cost=cost, build=build,
-        shapes={"ceilings": [shape]}, tiny=tiny, efficiency=0.8, compile_s=1.0, triton=triton, link=True,
+        shapes={"ceilings": [shape]}, tiny=tiny, efficiency=0.8, compile_s=0.2, triton=triton, link=True,
     )  # fmt: skip
 
 

@@ -10,12 +10,13 @@ import numpy as np
 from hyscale_ref.profile import ProfilePoint, as_shape
 
 from .ceilings import NOMINAL, Ceilings
-from .machine import Machine
+from .machine import SETTLE_S, Machine
 from .op import Draw, Entry
 
 SETS = 3  # input sets a point rotates through
 LARGE_BYTES, HUGE_BYTES = 1.5e9, 12e9  # of one set: two above the first, one above the second
 POINT_S = 0.4  # of timing
+PAUSE_S, USUAL_SAMPLES = 7e-4, 20  # before each timed call, and how many it takes: for planning
 IMPOSSIBLE = 1.5  # times its floor's rate: such a call did not do its work
 
 
@@ -101,9 +102,10 @@ def estimate_s(entry: Entry, ceilings: Ceilings = NOMINAL, seconds: float = POIN
     floor = ceilings.floor_s(cost, op.dtype) or NOMINAL.floor_s(cost, op.dtype) or 0.0
     call = floor / op.efficiency + 5e-6
     sets = input_sets(cost.bytes)
-    timed = max(op.timing_s, min(20 * (call + 7e-4), max(seconds, 3 * call) + sets * call))
+    turn = sets * (call + PAUSE_S)
+    turns = min(math.ceil(USUAL_SAMPLES / sets), max(math.ceil(3 / sets), math.ceil(seconds / turn)))
     made = 4 * sets * cost.bytes / 2e12  # inputs drawn and converted
-    return 0.03 + made + (2 + sets) * call + max(0.02, sets * call) + timed
+    return 0.03 + made + 2 * call + max(SETTLE_S, sets * call) + max(op.timing_s, turns * turn)
 
 
 def first_line(error: BaseException) -> str:

@@ -113,7 +113,7 @@ class Op:
     value: how much the simulator gains from it; an op of value 2 is measured twice as early as one of 1.
     efficiency: the fraction of its floor that it is expected to reach: for planning alone.
     compile_s: seconds that its first call spends compiling, likewise; once for all ops that name the same
-    ``compiles``.
+    ``compiles``, and again for every other size of an axis in ``recompiles``.
     needs: modules without which it is left out.
     triton: whether a CPU needs Triton's interpreter for it.
     link: its bytes go over a link between devices, which has no ceiling here.
@@ -133,6 +133,7 @@ class Op:
     efficiency: float = 0.6
     compile_s: float = 0.3
     compiles: str = ""
+    recompiles: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     triton: bool = False
     link: bool = False
@@ -142,11 +143,6 @@ class Op:
     def label(self) -> str:
         """``name/implementation/dtype`` and the regime, where there is one."""
         return "/".join([self.name, self.implementation, self.dtype, *([self.regime] if self.regime else [])])
-
-    @property
-    def compiled(self) -> str:
-        """What its first call compiles: the same kernels for ops that share them."""
-        return self.compiles or self.label
 
     def missing(self) -> str | None:
         """The first module that it needs and that is not installed."""
@@ -176,6 +172,12 @@ class Entry:
     @property
     def label(self) -> str:
         return f"{self.op.label} {shape_text(self.shape)}"
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """What its first call compiles: the same kernels for points that share them."""
+        op = self.op
+        return (op.compiles or op.label, *(f"{axis}={self.shape[axis]}" for axis in op.recompiles))
 
 
 def grid(**axes: int | Sequence[int]) -> list[Shape]:

@@ -87,7 +87,7 @@ class Session:
         self.machine, self.sink, self.report, self.clock = machine, sink, report, clock
         self.budget_s, self.point_s, self.tiny = budget_s, point_s, tiny
         self._began = clock() if began is None else began
-        self._compiled: set[str] = set()
+        self._compiled: set[tuple[str, ...]] = set()
         self._in_a_row: Counter[str] = Counter()
         self._slowness = 1.0  # of this machine, by what points took over what was expected
         self.ceilings = Ceilings()
@@ -131,7 +131,7 @@ class Session:
         self.ceilings = Ceilings.of(found)
 
     def _expected_s(self, entry: Entry) -> float:
-        compiling = 0.0 if entry.op.compiled in self._compiled else entry.op.compile_s
+        compiling = 0.0 if entry.compiled in self._compiled else entry.op.compile_s
         return estimate_s(entry, NOMINAL, self.point_s) * self._slowness + compiling
 
     def _fits(self, entry: Entry) -> bool:
@@ -148,11 +148,11 @@ class Session:
         self.sink.add(point)
         self.summary.points.append(point)
         if point.status == "ok":
-            if entry.op.compiled in self._compiled:
+            if entry.compiled in self._compiled:
                 took = (self.clock() - begun) / max(expected, 1e-3) * self._slowness
                 # One point that took long (another shape was compiled, say) is no slow machine.
                 self._slowness = max(0.9 * self._slowness + 0.1 * min(took, SLOWEST), FASTEST)
-            self._compiled.add(entry.op.compiled)
+            self._compiled.add(entry.compiled)
             self._in_a_row[entry.op.label] = 0
             self.progress.measured += counted
         else:
@@ -178,5 +178,5 @@ def _key(point: ProfilePoint) -> object:
 def planned_s(entries: Sequence[Entry], point_s: float = POINT_S) -> float:
     """Seconds that a run of these points is expected to take on an H200, compilation and ceilings counted."""
     points = [entry for entry in [*ceiling_entries(), *entries] if entry.op.missing() is None]
-    compiling = sum({entry.op.compiled: entry.op.compile_s for entry in points}.values())
+    compiling = sum({entry.compiled: entry.op.compile_s for entry in points}.values())
     return compiling + sum(estimate_s(entry, NOMINAL, point_s) for entry in points)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .op import Entry, Op, interleaved_by_value
 
 SUITES = {
-    "quick": "a hundred points over every family, in at most three minutes",
+    "quick": "a hundred points over every family, in about a minute",
     "glm-5.1": "all that a training step of GLM-5.1 consists of, over rows, keys and selection sizes",
     "dense": "the dense models of the simulator's validation cases",
     "collectives": "NCCL over the GPUs of this machine",

@@ -74,9 +74,10 @@ def core(back: bool, keys: int = NEAR) -> Op:
         },
         tiny={"rows": 3, "heads": 2, "qk_dim": 24, "v_dim": 16, "top_k": 8},
         value=5.0 if usual else 2.0,
-        efficiency=0.3 if back else 0.5,
-        compile_s=10.0,
+        efficiency=0.21 if back else 0.34,
+        compile_s=2.0,
         compiles=f"sparse_mla {back}",
+        recompiles=("heads",),
         needs=NEEDS,
         triton=True,
     )
@@ -123,11 +124,14 @@ def teacher(whole: bool, keys: int = NEAR) -> Op:
         family=FAMILY,
         cost=least,
         build=build,
-        shapes={"quick": shapes[2:3] if usual else [], "glm-5.1": shapes if usual else shapes[1:2]},
+        shapes={
+            "quick": shapes[2:3] if usual else [],
+            "glm-5.1": shapes if usual else shapes[:2] if keys == FAR else shapes[1:2],
+        },
         tiny={"rows": 3, "heads": 2, "qk_dim": 24, "top_k": 8},
         value=3.0 if usual else 1.0,
-        efficiency=0.3,
-        compile_s=6.0,
+        efficiency=0.26,
+        compile_s=2.0,
         compiles="attention_mass",
         needs=NEEDS,
         triton=True,
@@ -136,5 +140,5 @@ def teacher(whole: bool, keys: int = NEAR) -> Op:
 
 OPS = (
     *(core(back, keys) for keys in (NEAR, FAR, BETWEEN) for back in (False, True)),
-    teacher(whole=True), teacher(whole=False), teacher(whole=False, keys=BETWEEN),
+    teacher(whole=True), *(teacher(whole=False, keys=keys) for keys in (NEAR, FAR, BETWEEN)),
 )  # fmt: skip

@@ -82,9 +82,9 @@ def attention(who: str, regime: str, back: bool) -> Op:
             "batch": 1, "heads": 2, "kv_heads": 1, "queries": tokens,
             "keys": tokens // 2 if regime == "causal" else tokens, "qk_dim": 8, "v_dim": 8,
         },
-        efficiency=0.5,
-        compile_s=2.0,
-        compiles=f"{who} {back}",
+        efficiency=0.7,
+        compile_s=1.5,
+        recompiles=("heads",),
     )  # fmt: skip
 
 

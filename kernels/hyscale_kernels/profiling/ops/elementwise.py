@@ -178,7 +178,7 @@ def stream(
         tiny={"rows": tiny[0], "width": tiny[1]},
         value=value,
         efficiency=efficiency,
-        compile_s=1.5 if triton else 0.2,
+        compile_s=0.5 if triton else 0.1,
         compiles=f"{name} {implementation}",
         triton=triton,
     )

@@ -106,7 +106,7 @@ def bf16(way: str, earlier: tuple[str, ...] = ()) -> Op:
         },
         tiny=mnk(16, 32, 48),
         value=8.0,
-        efficiency=0.75,
+        efficiency=0.95,
         compile_s=0.0,
     )
 
@@ -154,7 +154,7 @@ def fp8(blocks: bool) -> Op:
         shapes={"quick": quick, "glm-5.1": chained(quick, every)},
         tiny=mnk(16, 128, 512),
         value=3.0,
-        efficiency=0.65,
+        efficiency=0.87 if blocks else 0.95,
         compile_s=0.0,
     )
 
@@ -202,7 +202,7 @@ def per_head() -> Op:
         shapes={"quick": grid(batch=64, m=4096, n=512, k=192), "glm-5.1": [*every[:4], *whole, *every[4:]]},
         tiny={"batch": 2, "m": 16, "n": 8, "k": 8},
         value=2.0,
-        efficiency=0.5,
+        efficiency=0.7,
         compile_s=0.0,
     )
 

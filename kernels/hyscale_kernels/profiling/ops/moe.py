@@ -71,7 +71,7 @@ def grouped(skewed: bool, weights: bool) -> Op:
         shapes={"quick": shapes(8, 4096)[:2], "glm-5.1": every},
         tiny={"groups": 4, "m": 16, "n": 16, "k": 16},
         value=1.0 if skewed else 5.0,
-        efficiency=0.6,
+        efficiency=0.9,
         compile_s=0.0,
     )
 

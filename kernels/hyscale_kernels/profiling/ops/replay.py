@@ -58,7 +58,8 @@ def codec(name: str) -> Op:
         tiny={"rows": 20, "keys": 256, "top_k": 8},
         value=1.5,
         efficiency=0.11,
-        compile_s=2.0,
+        compile_s=1.0,
+        recompiles=("keys", "top_k"),
         triton=True,
     )
 
@@ -127,8 +128,8 @@ def at_selected(name: str, dtype: str, keys: int = NEAR, fixed: bool = False) ->
         },
         tiny={"rows": 4, "top_k": 8, "heads": 2, "dim": 16},
         value=2.0 if usual else 0.5,
-        efficiency=0.12,
-        compile_s=4.0,
+        efficiency=0.16 if name != "selected_scores_bwd" else 0.11 if dtype == "bf16" else 0.045,
+        compile_s=0.8,
         compiles=f"{name} {dtype}",
         triton=True,
     )

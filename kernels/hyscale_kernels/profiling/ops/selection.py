@@ -22,6 +22,8 @@ SCORED = {"heads": 32, "dim": 128}
 ROWS = (4096, 16384, 2048, 8192, 1024, 512)
 KEYS = (524288, 65536, 262144, 1048576, 32768, 131072, 16384, 8192, 4096)
 
+COMPILE_S = 6.0  # of HyTopK's kernels
+
 # Relu at half rate and a fused multiply-add, for each head of a pair.
 LANE_OPS_PER_HEAD = 3.0
 
@@ -96,8 +98,8 @@ def whole(dtype: str, regime: str, windows: str = "full") -> Op:
         shapes=shapes,
         tiny={"rows": 20, "keys": 10 if windows == "causal" else 160, "heads": 2, "dim": 16, "top_k": 4},
         value=8.0 if regime == "untrained" and windows == "full" else 2.0,
-        efficiency=0.45,
-        compile_s=20.0,
+        efficiency=0.6 if dtype == "bf16" else 0.5,
+        compile_s=COMPILE_S,
         compiles=f"hytopk {dtype}",
         triton=True,
     )
@@ -125,7 +127,9 @@ def written_scores(implementation: str, dtype: str) -> Op:
         return Work(einsum)
 
     fused = implementation == "triton"
-    rows = (4096, 1024, 256, 2048) if fused else (1024,)
+    rows: tuple[int, ...] = (1024,)
+    if fused:
+        rows = (4096, 1024, 256, 2048) if dtype == "bf16" else (4096, 1024)
     keys = (65536, 262144, 524288, 16384, 1048576, 131072) if fused else (65536, 262144)
     fitting = [shape for shape in grid(rows=rows, keys=keys, **SCORED) if shape["rows"] * shape["keys"] < 5e9]
     return Op(
@@ -139,8 +143,8 @@ def written_scores(implementation: str, dtype: str) -> Op:
         shapes={"quick": grid(rows=4096, keys=65536, **SCORED) if fused else [], "glm-5.1": fitting},
         tiny={"rows": 20, "keys": 96, "heads": 2, "dim": 16},
         value=2.0 if fused else 0.5,
-        efficiency=0.5 if fused else 0.1,
-        compile_s=3.0,
+        efficiency=0.6 if fused else 0.1,
+        compile_s=1.0,
         triton=fused,
     )
 
@@ -193,10 +197,10 @@ def materialised(dtype: str) -> Op:
         build=build,
         shapes={
             "quick": grid(rows=1024, keys=65536, **GLM) if dtype == "bf16" else [],
-            "glm-5.1": grid(rows=4096, keys=(65536, 16384, 32768, 131072, 262144), **GLM),
+            "glm-5.1": grid(rows=1024, keys=(65536, 16384, 32768, 131072, 262144), **GLM),
         },
         tiny={"rows": 8, "keys": 64, "heads": 2, "dim": 16, "top_k": 4},
-        efficiency=0.03,
+        efficiency=0.014 if dtype == "bf16" else 0.008,
     )
 
 
@@ -228,7 +232,8 @@ def deepgemm_scores() -> Op:
         build=build,
         shapes={"glm-5.1": shapes, "quick": shapes[:1]},
         tiny={"rows": 20, "keys": 96, "heads": 2, "dim": 16},
-        compile_s=10.0,
+        efficiency=0.67,
+        compile_s=3.0,
         needs=("deep_gemm",),
     )
 
@@ -265,7 +270,8 @@ def flashinfer_select() -> Op:
         build=build,
         shapes={"quick": torchs.shapes["quick"], "glm-5.1": chained(halves, torchs.shapes["glm-5.1"])},
         tiny=torchs.tiny,
-        compile_s=30.0,
+        efficiency=0.14,
+        compile_s=3.0,
         needs=("flashinfer",),
     )
 

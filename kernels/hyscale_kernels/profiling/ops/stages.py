@@ -19,10 +19,14 @@ from ...hytopk.select import launch_select
 from ...hytopk.threshold import launch_threshold
 from ..cases import Case
 from ..op import BYTES, DTYPES, Cost, Draw, Op, Shape, Work, chained, grid
-from .selection import GLM, KEYS, LANE_OPS_PER_HEAD, SCORED, case, scoring
+from .selection import COMPILE_S, GLM, KEYS, LANE_OPS_PER_HEAD, SCORED, case, scoring
 
 FAMILY = "stages"
 CANDIDATES = 2.07  # keys that HyTopK rescores for each that it selects
+STAGE_EFFICIENCY = {
+    "hytopk_scan": 0.7, "hytopk_threshold": 0.25, "hytopk_rescore": 0.2, "hytopk_compact": 0.3,
+    "hytopk_finish": 0.3,
+}  # fmt: skip
 TINY = {"heads": 2, "dim": 16, "top_k": 4}
 
 
@@ -186,7 +190,6 @@ def stage(name: str, dtype: str) -> Op:
         return Stages.of(case(inputs, given, operands, "untrained")).work(name)
 
     tiny = {axis: TINY[axis] for axis in axes}
-    scans = name in ("hytopk_scan", "hytopk_threshold")
     return Op(
         name=name,
         implementation="hytopk",
@@ -202,8 +205,8 @@ def stage(name: str, dtype: str) -> Op:
         },
         tiny={"rows": 20, "keys": 256, **tiny},
         value=3.0,
-        efficiency=0.5 if scans else 0.15,
-        compile_s=20.0,
+        efficiency=STAGE_EFFICIENCY[name],
+        compile_s=COMPILE_S,
         compiles=f"hytopk {operands}",
         triton=True,
     )

@@ -289,3 +289,18 @@ def test_a_plan_counts_compilation_once(tools: Any) -> None:
     alone = planned_s(entries[:1])
     assert planned_s(entries) == pytest.approx(alone + 2 * estimate_s(entries[0]), rel=1e-6)
     assert planned_s([Entry(replace(entries[0].op, needs=("nobody.has_this",)), {"size": 1})]) < 45
+    again = [Entry(replace(entry.op, recompiles=("size",)), entry.shape) for entry in entries]
+    assert planned_s(again) == pytest.approx(planned_s(entries) + 2 * 50.0, rel=1e-6)
+
+
+def test_an_estimate_follows_the_clocks_rules(tools: Any) -> None:
+    """Twenty samples of a short call, the time allowed for a longer one, three calls of a very long one."""
+
+    def point_s(call_s: float, **options: Any) -> float:
+        op = replace(tools.op(cost=Cost(tensor_flops=call_s * 1e15)), efficiency=1.0, **options)
+        return estimate_s(Entry(op, {"size": 1}), Ceilings(bf16_flops=1e15))
+
+    assert point_s(1e-4) == pytest.approx(0.03 + 0.02 + 21 * 8e-4, rel=0.05)
+    assert point_s(2e-2) == pytest.approx(0.03 + 5 * 2e-2 + 0.4, rel=0.1)
+    assert point_s(2.0) == pytest.approx(8 * 2.0, rel=0.05)
+    assert point_s(1e-4, timing_s=1.0) == pytest.approx(1.05, rel=0.05)
