@@ -98,7 +98,8 @@ class Evaluator:
 
     def _pricing(self, scenario: Scenario, cut: Plan, scale: Scale) -> Pricing:
         gpu = scenario.gpu_description
-        network = Network(scenario, cut, Rank(scenario, cut).imbalance)
+        measured = self.profiles.collectives(gpu)
+        network = Network(scenario, cut, Rank(scenario, cut).imbalance, measured)
         sms = scenario.overlap.communication_sms
         key = (gpu, network.key, sms, scale)
         if key not in self._pricings:

@@ -37,8 +37,11 @@ def _tables(name: str) -> tuple[Table, ...]:
 
 
 @cache
-def fabric_of(cluster: Cluster, gpu: Gpu) -> Fabric:
-    """Levels: the node's NVLink, nodes under one leaf switch, the whole cluster."""
+def fabric_of(cluster: Cluster, gpu: Gpu, measured: tuple[Table, ...] = ()) -> Fabric:
+    """Levels: the node's NVLink, nodes under one leaf switch, the whole cluster.
+
+    measured: tables of collectives that go before those that the GPU's description names.
+    """
     node, link = cluster.gpus_per_node, gpu.nvlink
     nic = cluster.nic_gbit_per_s / 8 * cluster.nic_efficiency
     levels = [Level("nvlink", node, link.step_us, link.bus_gb_per_s, node)]
@@ -56,11 +59,12 @@ def fabric_of(cluster: Cluster, gpu: Gpu) -> Fabric:
     if link.dispatch_gb_per_s is not None:
         # Time falls as 1 / SMs below about 20 of them (AIConfigurator's DeepEP tables).
         copies = CopyKernel(link.dispatch_us, link.dispatch_gb_per_s, link.dispatch_gb_per_s / 20)
-    return Fabric(tuple(levels), reduction, copies, _tables(link.table) if link.table else ())
+    return Fabric(tuple(levels), reduction, copies, (*measured, *(_tables(link.table) if link.table else ())))
 
 
-def _damaged(scenario: Scenario) -> Fabric:
-    fabric, faults = fabric_of(scenario.cluster_description, scenario.gpu_description), scenario.faults
+def _damaged(scenario: Scenario, measured: tuple[Table, ...]) -> Fabric:
+    fabric = fabric_of(scenario.cluster_description, scenario.gpu_description, measured)
+    faults = scenario.faults
     if faults.network_bandwidth_fraction == 1 and not faults.ports_lost:
         return fabric
     try:
@@ -78,12 +82,14 @@ class Network:
     """Prices the collectives of one layout.
 
     Ranks are numbered tensor first, then context, data, pipeline; expert groups are runs of ranks across the
-    first three (Megatron-LM's order).
+    first three (Megatron-LM's order).  measured: collectives of the very GPU, from profiles.
     """
 
-    def __init__(self, scenario: Scenario, plan: Plan, imbalance: float) -> None:
+    def __init__(
+        self, scenario: Scenario, plan: Plan, imbalance: float, measured: tuple[Table, ...] = ()
+    ) -> None:
         self._name = scenario.name
-        self.fabric = _damaged(scenario)
+        self.fabric = _damaged(scenario, measured)
         self._host_gb_per_s = scenario.gpu_description.host_link_gb_per_s
         experts = scenario.model_description.experts
         self._routing = (

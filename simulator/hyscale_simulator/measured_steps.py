@@ -54,11 +54,15 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("up", "mlp"),
     ("activation", "mlp"),
     ("down", "mlp"),
-    ("attention.residual", "other"),
-    ("feed_forward.residual", "other"),
+    ("attention.residual", "residuals"),
+    ("feed_forward.residual", "residuals"),
     ("", "linears"),
 )
 """Which part of the trainer's timer an item belongs to, by the first of these that its name begins with."""
+
+RESIDUALS = {"forward": "other", "recompute": "mlp.backward", "backward": "norms.backward"}
+"""Additions stand between the timer's parts and count to the one before: the recomputation starts where the
+feed-forward's gradient asks for it, and two branches' gradients meet after the norm's."""
 
 
 class _Config(BaseModel):
@@ -196,7 +200,7 @@ def part_of(item: Item) -> str:
     if phase == "step":
         return kind
     part = next(part for start, part in PARTS if item.name.startswith(start))
-    return part if part == "other" else f"{part}.{phase}"
+    return RESIDUALS[phase] if part == "residuals" else f"{part}.{phase}"
 
 
 def speedups(rows: Sequence[MeasuredComparison]) -> list[tuple[MeasuredComparison, float, float]]:

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from hyscale_ref.profile import ProfilePoint, Shape, as_shape, best_of, merge_profiles, read_profile
+from hyscale_simulator import network
 from hyscale_simulator.descriptions import DATA, DescriptionError, find, shipped
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import OPS, Kernel
@@ -256,7 +257,8 @@ class Profiles:
         for gpu in gpus:
             devices.setdefault(gpu.device, gpu)
         grouped: dict[tuple[str, str, str, str, str], list[ProfilePoint]] = {}
-        for point in best_of(points).values():
+        best = best_of(points)
+        for point in best.values():
             if point.device not in devices:
                 raise DescriptionError(
                     f"profile of device {point.device!r}: no GPU description has it; "
@@ -274,6 +276,11 @@ class Profiles:
         for op, dtype, device, implementation, regime in grouped:
             self._index.setdefault((op, dtype), []).append((device, implementation, regime))
         self._tables: dict[tuple[str, str, str, str, str], Table] = {}
+        self._exchanges = _exchanges(best.values())
+
+    def collectives(self, gpu: Gpu) -> tuple[network.Table, ...]:
+        """Measured collectives of that very device, a table for each op and number of ranks of one node."""
+        return self._exchanges.get(gpu.device, ())
 
     def table(self, call: Kernel, gpu: Gpu) -> Table | None:
         """The table that says most about the kernel on that GPU: its own, else one to project from.
@@ -315,6 +322,38 @@ class Profiles:
         if key not in self._tables:
             self._tables[key] = Table(self._gpus[key[2]], self._points[key])
         return self._tables[key]
+
+
+COLLECTIVES = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "alltoall",
+}
+"""Names in profiles, and in the network's tables."""
+
+
+def _exchanges(points: Iterable[ProfilePoint]) -> dict[str, tuple[network.Table, ...]]:
+    """Tables of collectives by device; their shapes are ``ranks`` and ``bytes``, the whole."""
+    found: dict[tuple[str, str, int], dict[int, ProfilePoint]] = {}
+    for point in points:
+        if point.op in COLLECTIVES:
+            shape = dict(point.shape)
+            missing = {"ranks", "bytes"} - shape.keys()
+            if missing:
+                raise DescriptionError(
+                    f"profile point {point.op} on {point.device}: shape has no {min(missing)!r}; "
+                    "needed: ranks, bytes"
+                )
+            sizes = found.setdefault((point.device, COLLECTIVES[point.op], shape["ranks"]), {})
+            sizes.setdefault(shape["bytes"], point)
+    tables: dict[str, tuple[network.Table, ...]] = {}
+    for (device, op, ranks), sizes in found.items():
+        latencies = tuple(sizes[size].median_us or 0.0 for size in sorted(sizes))
+        origin = _origin(next(iter(sizes.values())))
+        table = network.Table(op, ranks, tuple(sorted(sizes)), latencies, origin)
+        tables[device] = (*tables.get(device, ()), table)
+    return tables
 
 
 @cache

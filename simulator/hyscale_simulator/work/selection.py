@@ -80,8 +80,9 @@ def index_backward(rank: Rank, shape: Latent) -> list[Item]:
         items.append(stream("loss.unscale", "index_unscale", tokens, width, LOSS))
     if rank.plan.context > 1:  # gradients of the gathered index keys go back to their owners, in fp32
         whole = rank.tokens * rank.plan.context * indexer.head_dim * 4.0
+        until = "end" if rank.scenario.overlap.context else ""
         items.append(
-            Communicate("loss.reduce", "context comm", "reduce_scatter", "context", whole, until="end")
+            Communicate("loss.reduce", "context comm", "reduce_scatter", "context", whole, until=until)
         )
     items.append(stream("index.rope", "rope", tokens, width + indexer.head_dim, PROJECTIONS))
     items.append(stream("index.k_norm", "layernorm_bwd", tokens, indexer.head_dim, PROJECTIONS))
