@@ -105,10 +105,9 @@ class Prices:
                 f"{call.op} ({call.dtype}): no profile of {call.implementation}, "
                 f"{table.implementation}'s is used"
             )
-        if {call.regime, table.regime} == {"trained", "untrained"}:
-            warnings.append(
-                f"{call.op} ({call.dtype}): no profile on {call.regime} scores, {table.regime} ones are used"
-            )
+        wanted, given = (regime.partition(", ")[0] for regime in (call.regime, table.regime))
+        if {wanted, given} == {"trained", "untrained"}:
+            warnings.append(f"{call.op} ({call.dtype}): no profile on {wanted} scores, {given} ones are used")
             uncertainty += STRETCHED
         if table.gpu.device != self.gpu.device:
             us = project_us(us, call, table.gpu, self.gpu, found.nearest)

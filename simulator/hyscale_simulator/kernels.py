@@ -347,7 +347,7 @@ OPS: Mapping[str, Op] = {
     ),
     "index_scores": Op(_index_scores, axes=_SCORED),
     "index_select": Op(_index_select, axes=("top_k", "rows", "keys")),
-    "hytopk": Op(_hytopk, axes=("heads", "dim", "top_k", "rows", "keys"), parts=_hytopk_parts),
+    "hytopk": Op(_hytopk, axes=("heads", "dim", "top_k", "keys", "rows"), parts=_hytopk_parts),
     "hytopk_threshold": Op(_threshold, axes=_SCORED),
     "hytopk_scan": Op(_index_scan, axes=_SCORED),
     "hytopk_compact": Op(_compact, axes=("top_k", "rows", "keys"), memory=True),

@@ -286,16 +286,18 @@ class Profiles:
         """The table that says most about the kernel on that GPU: its own, else one to project from.
 
         The wanted implementation first; then the own device, its family, its architecture, any; then the
-        wanted regime; then a measured point of that shape; then the least extrapolation (up to twice
-        counts as none); then the order in which the points were given.
+        wanted regime, whose windows ("untrained, causal") give way where they are out of reach; then a
+        measured point of that shape; then the least extrapolation (up to twice counts as none); then the
+        order in which the points were given.
         """
         candidates = self._index.get((call.op, call.dtype), [])
         if not candidates:
             return None
+        wanted, _, windows = call.regime.partition(", ")
 
         def distance(item: tuple[str, str, str]) -> tuple[bool, int, int]:
             device, implementation, regime = item
-            source = self._gpus[device]
+            source, kind = self._gpus[device], regime.partition(", ")[0]
             near = (
                 device == gpu.device,
                 source.family == gpu.family,
@@ -303,14 +305,15 @@ class Profiles:
             )
             far = near.index(True) if True in near else len(near)
             other = bool(call.implementation) and implementation not in ("", call.implementation)
-            return (other, far, 0 if regime == call.regime else 1 if regime == "" else 2)
+            return (other, far, 0 if kind == wanted else 1 if kind == "" else 2)
 
         least = min(map(distance, candidates))
         tables = [self._get((call.op, call.dtype, *item)) for item in candidates if distance(item) == least]
 
-        def reach(table: Table) -> tuple[bool, float]:
+        def reach(table: Table) -> tuple[bool, bool, bool, float]:
             found = table.lookup(call)
-            return (not found.exact, max(found.stretch, 2.0))
+            others = table.regime.partition(", ")[2] != windows
+            return (found.stretch > 2, others, not found.exact, max(found.stretch, 2.0))
 
         return tables[0] if len(tables) == 1 else min(tables, key=reach)
 

@@ -188,7 +188,10 @@ def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list
     skipped = options.skipped_fraction
     scanned = {"scanned": max(round(visible * (1 - skipped)), 1)} if skipped else {}
     shape = {"rows": rows, "keys": visible, "top_k": top_k, **scored, **scanned}
-    return [("hytopk", kernel("hytopk", options.scoring_dtype, "", options.scores, **shape), 1)]
+    # A zig-zag rank's rows see as many keys, from few to all, as those of the whole sequence.
+    zigzag = rank.plan.context == 1 or rank.scenario.layout.context_split == "zigzag"
+    regime = f"{options.scores}, causal" if zigzag else options.scores
+    return [("hytopk", kernel("hytopk", options.scoring_dtype, "", regime, **shape), 1)]
 
 
 def _at_selected(rank: Rank, name: str, op: str) -> Compute:

@@ -270,3 +270,23 @@ def test_held_out_shapes_are_predicted() -> None:
 def test_public_h20_kernels_are_projected_within_fifteen_percent() -> None:
     for figure in compare_kernels():
         assert abs(figure.error_pct) <= 15, figure
+
+
+def test_windows_are_wanted_within_reach_and_scores_always() -> None:
+    """A whole causal sequence's own table, unless the shape is far outside it."""
+    shape = {"heads": 32, "dim": 128, "top_k": 2048}
+    points = [
+        point(30000.0, "hytopk", "mine", "untrained, causal", rows=65536, keys=32768, **shape),
+        point(2000.0, "hytopk", "mine", "untrained", rows=4096, keys=32768, **shape),
+        point(50000.0, "hytopk", "mine", "untrained", rows=4096, keys=1048576, **shape),
+        point(1.0, "hytopk", "mine", "trained", rows=65536, keys=524288, **shape),
+    ]
+    prices = Prices(Profiles(points, GPUS), H200)
+
+    def us(regime: str, rows: int, keys: int) -> float:
+        return prices(kernel("hytopk", "fp8", "", regime, rows=rows, keys=keys, **shape)).us
+
+    assert us("untrained, causal", 65536, 32768) == 30000.0
+    assert us("untrained", 65536, 32768) == pytest.approx(16 * 2000.0, rel=0.01)
+    assert us("untrained, causal", 32768, 32768) == pytest.approx(15000.0, rel=0.01)  # half of the rows
+    assert us("untrained, causal", 4096, 1048576) == 50000.0
