@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hyscale_simulator.descriptions import DescriptionError, Positive, Rate, parse
 from hyscale_simulator.evaluate import Evaluator, evaluator
+from hyscale_simulator.memory import CONTEXT_BYTES
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Communicate, Item
 
@@ -95,12 +96,14 @@ class MeasuredComparison:
     """A measured step and its prediction.
 
     predicted_parts: milliseconds by part as the trainer's timer names them; they add up to the prediction.
+    predicted_bytes: allocated at most, as PyTorch counts: without the CUDA context.  It is no target.
     """
 
     step: MeasuredStep
     scenario: Scenario
     predicted_s: float
     predicted_parts: Mapping[str, float]
+    predicted_bytes: float
     warnings: tuple[str, ...]
 
     @property
@@ -189,7 +192,8 @@ def _compared(evaluate: Evaluator, step: MeasuredStep, scenario: Scenario) -> Me
         parts[name] = parts.get(name, 0.0) + ns / 1e6
     rest = result.step_ns / 1e6 - sum(parts.values())  # overlap and waiting, where the layout has any
     parts["other"] = parts.get("other", 0.0) + rest
-    return MeasuredComparison(step, scenario, result.step_time_s, parts, result.warnings)
+    allocated = result.memory.peak_bytes - CONTEXT_BYTES
+    return MeasuredComparison(step, scenario, result.step_time_s, parts, allocated, result.warnings)
 
 
 def part_of(item: Item) -> str:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hyscale_simulator.measured_steps import SPEEDUP_PCT, STEP_PCT, MeasuredComparison, speedups, within
+from hyscale_simulator.memory import GIB
 
 __all__ = ["record", "show"]
 
@@ -15,13 +16,25 @@ def show(rows: Sequence[MeasuredComparison], console: Console) -> None:
     """Print the steps, then each step's parts, then whether the targets are met."""
     gains = {id(row): (measured, predicted) for row, measured, predicted in speedups(rows)}
     table = _table(
-        "measured step", "GPUs", "tokens", "measured s", "predicted s", "error %", "speed-up", "predicted"
+        "measured step",
+        "GPUs",
+        "tokens",
+        "measured s",
+        "predicted s",
+        "error %",
+        "peak GiB",
+        "speed-up",
+        "predicted",
+        "speed-up",
+        "speed-up",
+        "predicted",
     )
     for row in rows:
         gain = (f"{value:.3f}" for value in gains.get(id(row), ()))
         table.add_row(
             row.step.mode, str(row.step.gpus), f"{row.step.sequence:,}", f"{row.step.step_ms / 1e3:.3f}",
-            f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", *gain,
+            f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", f"{row.step.peak_bytes / GIB:.1f}",
+            f"{row.predicted_bytes / GIB:.1f}", *gain,
         )  # fmt: skip
     console.print(table)
     for row in rows:
@@ -42,6 +55,7 @@ def record(rows: Sequence[MeasuredComparison]) -> list[dict[str, Any]]:
             "name": row.step.mode, "gpus": row.step.gpus, "sequence": row.step.sequence,
             "measured": row.step.step_ms / 1e3, "predicted": row.predicted_s, "unit": "s",
             "error_pct": row.error_pct, "speedup": gains.get(id(row)),
+            "peak_gib": {"measured": row.step.peak_bytes / GIB, "predicted": row.predicted_bytes / GIB},
             "parts": [
                 {"part": part, "measured_ms": measured, "predicted_ms": predicted}
                 for part, measured, predicted in row.parts()
