@@ -16,19 +16,9 @@ def show(rows: Sequence[MeasuredComparison], console: Console) -> None:
     """Print the steps, then each step's parts, then whether the targets are met."""
     gains = {id(row): (measured, predicted) for row, measured, predicted in speedups(rows)}
     table = _table(
-        "measured step",
-        "GPUs",
-        "tokens",
-        "measured s",
-        "predicted s",
-        "error %",
-        "peak GiB",
-        "speed-up",
-        "predicted",
-        "speed-up",
-        "speed-up",
-        "predicted",
-    )
+        "measured step", "GPUs", "tokens", "measured s", "predicted s", "error %", "peak GiB", "predicted",
+        "speed-up", "predicted",
+    )  # fmt: skip
     for row in rows:
         gain = (f"{value:.3f}" for value in gains.get(id(row), ()))
         table.add_row(
