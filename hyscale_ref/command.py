@@ -62,10 +62,11 @@ def _help(verbs: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _load(entry: EntryPoint) -> Callable[[list[str]], int] | None:
-    """Import a verb; None, with the reason on stderr, when an optional package is missing."""
+def _run(entry: EntryPoint, arguments: list[str]) -> int:
+    """Import a verb and run it; 3, with the reason on stderr, when an optional package is missing."""
     try:
-        loaded: Callable[[list[str]], int] = entry.load()
+        run: Callable[[list[str]], int] = entry.load()
+        return run(arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
@@ -75,8 +76,7 @@ def _load(entry: EntryPoint) -> Callable[[list[str]], int] | None:
             f"pip install 'hyscale[{EXTRAS[package]}]'",
             file=sys.stderr,
         )
-        return None
-    return loaded
+        return EXIT_ENVIRONMENT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,8 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in entries:
         print(f"hyscale: no verb {verb!r}; there are: {', '.join(verbs)}", file=sys.stderr)
         return EXIT_USAGE
-    run = _load(entries[verb])
-    return EXIT_ENVIRONMENT if run is None else run(rest)
+    return _run(entries[verb], rest)
 
 
 if __name__ == "__main__":

@@ -78,9 +78,11 @@ def _abilities() -> dict[str, str]:
     cuda = abilities[SUITE[1]]
     abilities["hyscale verify --target flashinfer"] = cuda or _missing("flashinfer")
     abilities["properties of streams, graphs and peak memory"] = cuda
-    abilities["a second device"] = cuda or _second_device()
+    abilities["properties of a second device"] = cuda or _second_device()
     abilities["hyscale mutants"] = abilities[SUITE[0]] and cuda
-    abilities["hyscale simulate"] = _missing("simpy", "scipy", "pydantic")
+    abilities["hyscale profile run, race, trace"] = _missing("torch", "triton") or _obstacle("cuda")
+    abilities["plots of hyscale profile show"] = _missing("matplotlib")
+    abilities["hyscale simulate, explain, sweep, plan"] = _missing("simpy", "scipy", "pydantic", "pandas")
     return abilities
 
 

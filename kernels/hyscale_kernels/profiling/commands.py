@@ -48,7 +48,7 @@ def show_command(
     writable("--json", as_json)
     if context is not None:
         unread: list[str] = []
-        with refusing(), plotting():
+        with refusing():
             from . import context as context_plot
 
             try:
@@ -65,7 +65,7 @@ def show_command(
         known_ops(op, found, str(file))
         found = [point for point in found if point.op in op]
     if roofline is not None:
-        with refusing(), plotting():
+        with refusing():
             report.roofline(found, roofline)
     if as_json is not None:
         write_json(as_json, {"schema": 1, "faults": faults, "points": [point.to_json() for point in found]})
@@ -215,15 +215,6 @@ def refusing() -> Iterator[None]:
         yield
     except (ProfileError, ValueError) as error:
         raise stop(EXIT_USAGE, str(error)) from None
-
-
-@contextmanager
-def plotting() -> Iterator[None]:
-    """Turn a missing matplotlib into one line and exit code 3."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise stop(EXIT_ENVIRONMENT, f"plots need {error.name!r}: pip install 'hyscale[simulator]'") from None
 
 
 def profile(argv: list[str]) -> int:

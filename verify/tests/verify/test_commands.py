@@ -222,6 +222,9 @@ def test_doctor_says_what_runs_and_why_not(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert re.search(r"hyscale verify --device cpu +yes", shown)
     assert re.search(r"hyscale verify --device cuda +no +device cuda: torch .* sees no CUDA device", shown)
+    assert re.search(r"hyscale profile run, race, trace +no +device cuda: torch .* sees no CUDA", shown)
+    assert re.search(r"plots of hyscale profile show +yes", shown)
+    assert re.search(r"hyscale simulate, explain, sweep, plan +yes", shown)
     for name in ("torch", "triton", "hypothesis", "numpy"):
         assert re.search(rf"{name} \d", shown)
 
