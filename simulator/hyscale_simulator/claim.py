@@ -305,7 +305,7 @@ def public_kernels(evaluate: Evaluator) -> tuple[PublicKernel, ...]:
         shape = {"rows": 4096, "keys": tokens - 2048}  # the mean of the last 4,096 causal rows
         scored = {"heads": 64, "dim": 128}
         scores = prices(kernel("index_scores", "fp8", "deepgemm", **shape, **scored))
-        top = prices(kernel("index_select", "fp32", "flashinfer", "untrained", **shape, top_k=2048))
+        top = prices(kernel("index_select", "fp32", "sglang", "untrained", **shape, top_k=2048))
         whole = prices(kernel("hytopk", "fp8", "", "untrained", **shape, **scored, top_k=2048))
         found.append(PublicKernel(tokens, separate, fused, (scores.us + top.us) / 1e3, whole.us / 1e3))
     return tuple(found)

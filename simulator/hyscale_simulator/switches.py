@@ -60,7 +60,7 @@ _CATALOGUE: tuple[_Named, ...] = (
     _Named("pruning", "keys skipped by a bound", ("selection.skipped_fraction", "selection.scores")),
     _Named("zigzag", "context split", ("layout.context_split",)),
     _Named("recompute", "recomputation", (
-        "recompute.policy", "recompute.layers_fraction", "recompute.modules",
+        "recompute.policy", "recompute.layers_fraction", "recompute.modules", "recompute.reentrant",
     )),
     _Named("replay", "selection replay", ("recompute.replay",)),
     _Named("record", "packed selection record", ("selection.record",)),

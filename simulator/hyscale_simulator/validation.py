@@ -230,7 +230,8 @@ class KernelComparison:
 def compare_kernels(profiles: tuple[str, ...] = ()) -> list[KernelComparison]:
     """The public H20 kernels, projected from H200 and H100 measurements and data sheets alone.
 
-    Scoring and selection: vLLM RFC 53563 (64 heads, the last 4,096 queries of N keys).  Attention:
+    Scoring and selection: vLLM RFC 53563 (64 heads, the last 4,096 queries of N keys; its own radix top-k,
+    for which SGLang's stands, neither promising an order or a rule for ties).  Attention:
     flash-attention issue 1310.  GEMM: DeepGEMM issue 186 gives a range over unnamed shapes at M = 256, held
     against the median of the projections of six shapes of DeepSeek-V3's linear layers.
     """
@@ -239,7 +240,9 @@ def compare_kernels(profiles: tuple[str, ...] = ()) -> list[KernelComparison]:
     for keys, published in ((16384, 4.280), (131072, 33.83)):
         seen = keys - 2048
         scores = price(kernel("index_scores", "fp8", rows=4096, keys=seen, heads=64, dim=128))
-        chosen = price(kernel("index_select", "fp32", "flashinfer", rows=4096, keys=seen, top_k=2048))
+        chosen = price(
+            kernel("index_select", "fp32", "sglang", "untrained", rows=4096, keys=seen, top_k=2048)
+        )
         name = f"H20 scoring + selection, {keys // 1024}K"
         found.append(KernelComparison(name, (published, published), (scores.us + chosen.us) / 1e3, "ms"))
     for regime, keys, published in (("full", 2048, 126.0), ("causal", 1024, 108.0)):

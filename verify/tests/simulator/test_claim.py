@@ -146,8 +146,13 @@ def test_errors_that_both_scenarios_share_cancel() -> None:
 
 
 def test_errors_are_the_stated_ones() -> None:
-    errors = relative_errors(evaluator()(BASELINES[2].scenario()))
-    assert errors["sparse_attention_bwd"] == pytest.approx(0.25)
+    evaluate = evaluator()
+    result = evaluate(BASELINES[2].scenario())
+    errors = relative_errors(result)
+    items = next(block for block, _ in result.step.totals if "sparse_attention_bwd" in dict(block.ops))
+    stated = dict(items.sigma)["sparse_attention_bwd"] / dict(items.ops)["sparse_attention_bwd"]
+    assert errors["sparse_attention_bwd"] == pytest.approx(stated)
+    assert 0.05 <= stated <= 0.5  # projected or assumed: never as sure as a measurement
     assert errors["network"] == 0.15
     assert "adamw" not in errors
 

@@ -94,8 +94,9 @@ def test_users_points_go_first(tmp_path: Path) -> None:
     mine = replace(scores(4096, 65536, 1234.5), implementation="deepgemm")
     write_profile(path, [mine])
     call = kernel("index_scores", "fp8", rows=4096, keys=65536, heads=32, dim=128)
-    assert Prices(load_profiles((str(path),)), H200)(call).us == 1234.5
-    assert Prices(load_profiles(), H200)(call).us == 2410.0
+    mine_first, shipped_alone = (Prices(load_profiles(files), H200)(call) for files in ((str(path),), ()))
+    assert mine_first.us == 1234.5 != shipped_alone.us
+    assert shipped_alone.us == pytest.approx(2300.0, rel=0.1)  # DeepGEMM: 2,206 to 2,410 in several sessions
 
 
 def test_a_wanted_implementation_is_used_or_its_stand_in_named() -> None:
