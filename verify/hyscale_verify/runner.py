@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,7 +280,7 @@ class _Search:
         assert trial is not None
         crashed = not isinstance(failure, FalsifiedError)
         rows, keys = (failure.rows, failure.keys) if isinstance(failure, FalsifiedError) else ((), ())
-        message = "".join(traceback.format_exception_only(failure)[:1]).strip() if crashed else str(failure)
+        message = _raised(failure) if crashed else str(failure)
         told = [trial.case.in_words(rows, keys), *trial.notes, message]
         reason = "the target raised " + type(failure).__name__ if crashed else "assertion"
         self.examples += 1
@@ -294,3 +295,10 @@ class _Search:
     def _make(self, verdict: str, **fields: Any) -> Verdict:
         command = self.unit.plan.command(self.prop.name, self.unit.regime) if verdict == FALSIFIED else ""
         return Verdict(self.prop.name, self.unit.regime, self.examples, verdict, reproduce=command, **fields)
+
+
+def _raised(error: Exception) -> str:
+    """An exception of the target's own, and the line that raised it."""
+    message = "".join(traceback.format_exception_only(error)[:1]).strip()
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message}\nraised in {place.name}, {Path(place.filename).name} line {place.lineno}"

@@ -116,7 +116,8 @@ def test_somebodys_module_is_found_where_the_command_runs(
     (tmp_path / "unsound_kernel.py").write_text("def select(:\n")
     (tmp_path / "raising_kernel.py").write_text("1 / 0\n")
     assert run("verify", "--target", "sound_kernel:select", "--only", "tie_rule") == 1
-    assert "RuntimeError: not today" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "RuntimeError: not today\nraised in select, sound_kernel.py line 2\n" in said
     for name, error in (("unsound", "SyntaxError"), ("raising", "ZeroDivisionError")):
         assert run("verify", "--target", f"{name}_kernel:select") == 2
         said = " ".join(capsys.readouterr().err.split())

@@ -105,7 +105,9 @@ def test_a_crash_is_told_from_a_failed_judgement() -> None:
     assert verdict.verdict == FALSIFIED
     assert verdict.crashed
     assert verdict.reason == "the target raised RuntimeError"
-    assert verdict.counterexample.endswith("RuntimeError: out of luck")
+    assert verdict.counterexample.endswith(
+        "RuntimeError: out of luck\nraised in crash, test_runner.py line 102"
+    )
 
 
 def test_an_assertion_of_the_target_is_a_crash_too() -> None:
