@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hyscale_ref.command import EXIT_HOLDS, EXIT_USAGE
 from hyscale_ref.output import write_json
 from hyscale_verify.suite import MUTANTS, PROPERTIES
 
@@ -151,13 +152,32 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(paths: Sequence[str]) -> None:
-    """Merge the reports into the first and write the document beside it."""
+def read(path: Path) -> dict[str, Any]:
+    """A report of ``hyscale mutants --json``; ValueError, naming the file, for anything else."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(report, dict) or "mutants" not in report:
+        raise ValueError(f"{path}: not a report of hyscale mutants")
+    return report
+
+
+def main(paths: Sequence[str]) -> int:
+    """Merge the reports into the first and write the document beside it; 2 where one cannot be read."""
+    if not paths:
+        print("usage: python -m hyscale_verify.mutants.matrix REPORT.json [MORE.json ...]", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        record = merged([read(Path(path)) for path in paths])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
     first = Path(paths[0])
-    record = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     write_json(first, record)
     first.with_suffix(".md").write_text(render(record), encoding="utf-8")
+    return EXIT_HOLDS
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

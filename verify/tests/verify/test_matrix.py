@@ -53,6 +53,29 @@ def test_later_reports_replace_what_earlier_ones_say_and_old_bugs_go() -> None:
     assert found["summary"] == {"killed": 0, "survived": 2}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ('{"mut', "report.json: "),
+        ("[]", "not a report"),
+        ('{"schema": 1}', "not a report"),
+    ],
+)
+def test_what_is_no_report_is_named_and_stays(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    assert matrix.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(str(path))
+    assert message in said
+    assert text is None or path.read_text() == text
+    assert matrix.main([]) == 2
+
+
 @pytest.mark.skipif(not RECORDED.exists(), reason="no matrix is recorded; see mutants/matrix.py")
 def test_the_recorded_matrix_is_of_todays_suite_and_every_bug_is_killed() -> None:
     found = json.loads(RECORDED.read_text(encoding="utf-8"))
