@@ -77,7 +77,8 @@ class Op:
     sequence_axes: those along which interpolation is linear in the square root (else in the logarithm).
     parts: the kernels it consists of, when nobody measured the whole.
     proxy: one measured kernel that does the same arithmetic, when nobody measured this one.
-    memory: a streaming kernel: what it needs is bytes, and the measured copy rate prices it.
+    memory: a streaming kernel: what it needs is bytes, and the measured copy rate prices it.  Its floor holds
+    at any size (a launch, then bytes), so a size below the measured ones is no extrapolation either.
     usual: sizes that a call or a measured point without them means.
     jagged: libraries choose another kernel from one shape to the next, so that neighbours scatter: the median
     of those nearest along each axis predicts better than a line between two.

@@ -144,12 +144,13 @@ class Table:
         x, coordinates = position[depth], node.coordinates
         at = bisect.bisect_left(coordinates, x)
         if at < len(coordinates) and coordinates[at] == x:
-            return self._ratio(node.below[at], position, depth + 1)
+            found = self._ratio(node.below[at], position, depth + 1)
+            return self._smaller(node, at, position, depth, found)
         if at == 0 or at == len(coordinates):
             edge = min(at, len(coordinates) - 1)
             ratio, stretch, point = self._ratio(node.below[edge], position, depth + 1)
-            if at and self.axes[depth] in self.additive:
-                return ratio, stretch, point
+            if OPS[self.op].memory or (at and self.axes[depth] in self.additive):
+                return self._smaller(node, edge, position, depth, (ratio, stretch, point))
             low, high = sorted((max(x, 1), max(coordinates[edge], 1)))
             return ratio, max(stretch, high / low), point
         space = math.sqrt if self.axes[depth] in self.sequence_axes else math.log
@@ -158,7 +159,26 @@ class Table:
         left, stretch_left, point = self._ratio(node.below[at - 1], position, depth + 1)
         right, stretch_right, other = self._ratio(node.below[at], position, depth + 1)
         ratio = math.exp((1 - weight) * math.log(left) + weight * math.log(right))
-        return ratio, max(stretch_left, stretch_right), point if weight < 0.5 else other
+        between = (ratio, max(stretch_left, stretch_right), point if weight < 0.5 else other)
+        return self._smaller(node, at, position, depth, between)
+
+    def _smaller(
+        self,
+        node: _Node,
+        at: int,
+        position: Sequence[int],
+        depth: int,
+        found: tuple[float, float, ProfilePoint],
+    ) -> tuple[float, float, ProfilePoint]:
+        """What was found at coordinate ``at``; if that is out of its grid's reach along a later axis, and
+        more along this axis is more of the same blocks, the largest smaller one that reaches further."""
+        if self.axes[depth] in self.additive:
+            for lower in range(at - 1, -1, -1):
+                if found[1] <= 1:
+                    break
+                other = self._ratio(node.below[lower], position, depth + 1)
+                found = other if other[1] < found[1] else found
+        return found
 
     def held_out(self) -> list[tuple[Shape, float]]:
         """Leave one shape out, predict it from the rest: (shape, predicted / measured - 1) for each.
@@ -249,6 +269,10 @@ def _origin(point: ProfilePoint) -> str:
     return point.source or f"measured by this project ({point.time_utc[:10] or 'undated'})"
 
 
+_Key = tuple[str, str, str, str, str, str]
+"""Op, dtype, device, implementation, regime, and who published it ("": ourselves, or the user)."""
+
+
 class Profiles:
     """All points at hand, grouped into tables, most trusted first."""
 
@@ -256,7 +280,7 @@ class Profiles:
         devices: dict[str, Gpu] = {}
         for gpu in gpus:
             devices.setdefault(gpu.device, gpu)
-        grouped: dict[tuple[str, str, str, str, str], list[ProfilePoint]] = {}
+        grouped: dict[_Key, list[ProfilePoint]] = {}
         best = best_of(points)
         for point in best.values():
             if point.device not in devices:
@@ -266,16 +290,19 @@ class Profiles:
                 )
             if point.op in OPS:  # a profile may hold ops that no model here uses
                 point = _placed(point)
-                # One library or another: a jagged table is better for every point it can get.
-                who = "" if OPS[point.op].jagged else point.implementation
-                group = (point.op, point.dtype, point.device, who, point.regime)
+                # One library or another, measured by one or another: a jagged table is better for every
+                # point it can get. Elsewhere two benchmarks of one kernel, with their own versions and
+                # clocks, make a table that jumps between them.
+                jagged = OPS[point.op].jagged
+                who, source = ("", "") if jagged else (point.implementation, point.source)
+                group = (point.op, point.dtype, point.device, who, point.regime, source)
                 grouped.setdefault(group, []).append(point)
         self._gpus = devices
         self._points = grouped
-        self._index: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
-        for op, dtype, device, implementation, regime in grouped:
-            self._index.setdefault((op, dtype), []).append((device, implementation, regime))
-        self._tables: dict[tuple[str, str, str, str, str], Table] = {}
+        self._index: dict[tuple[str, str], list[tuple[str, str, str, str]]] = {}
+        for op, dtype, *kind in grouped:
+            self._index.setdefault((op, dtype), []).append((kind[0], kind[1], kind[2], kind[3]))
+        self._tables: dict[_Key, Table] = {}
         self._exchanges = _exchanges(best.values())
 
     def collectives(self, gpu: Gpu) -> tuple[network.Table, ...]:
@@ -295,8 +322,8 @@ class Profiles:
             return None
         wanted, _, windows = call.regime.partition(", ")
 
-        def distance(item: tuple[str, str, str]) -> tuple[bool, int, int]:
-            device, implementation, regime = item
+        def distance(item: tuple[str, str, str, str]) -> tuple[bool, int, int]:
+            device, implementation, regime, _ = item
             source, kind = self._gpus[device], regime.partition(", ")[0]
             near = (
                 device == gpu.device,
@@ -321,7 +348,7 @@ class Profiles:
         """Every table."""
         return [self._get(key) for key in self._points]
 
-    def _get(self, key: tuple[str, str, str, str, str]) -> Table:
+    def _get(self, key: "_Key") -> Table:
         if key not in self._tables:
             self._tables[key] = Table(self._gpus[key[2]], self._points[key])
         return self._tables[key]

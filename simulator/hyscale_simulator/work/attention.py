@@ -365,7 +365,8 @@ def _sparse_call(rank: Rank, op: str, shape: Latent, heads: int) -> Kernel:
     attended = most - most * (most - 1) // (2 * keys)  # on average: the first rows see fewer
     return kernel(
         op, "bf16", rank.scenario.kernels.attention_implementation,
-        rows=rank.tokens, heads=heads, qk_dim=shape.kv_width, v_dim=shape.kv_rank, top_k=attended, keys=keys,
+        rows=rank.tokens, heads=heads, qk_dim=shape.kv_width, v_dim=shape.kv_rank, top_k=attended,
+        keys=rank.keys_seen,
     )  # fmt: skip
 
 

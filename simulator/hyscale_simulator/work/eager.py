@@ -8,7 +8,7 @@ The items of :mod:`hyscale_simulator.work` describe fused kernels and bf16 weigh
 - products of a forward pass take ``kernels.product_rows`` rows at a time, those of the backward pass all;
 - gate and up are two products; what two products read gets two gradients, which are added;
 - rotary positions, SwiGLU, the quantisation of index operands and both ends are chains of operators;
-- FlashInfer's rows are put in order;
+- FlashInfer's rows are put in order, and products per head have [inputs, outputs] weights;
 - logits exist for a few rows at a time, and are recomputed.
 """
 
@@ -51,6 +51,8 @@ def _run(rank: Rank, item: Compute, shape: Shape, backward: bool) -> list[Item]:
         two = item.name.split(".")[0] == "up" and model.gated
         products = [item] if not two else _gate_and_up(item, shape, model.hidden)
         return _backward(rank, products) if backward else _forward(rank, products)
+    if op == "batched_gemm" and item.name.endswith("wgrad"):  # [inputs, outputs], as the weight is kept
+        return [_sized(item, m=shape["n"], n=shape["m"])]
     if op == "batched_gemm":
         return [item] if backward else _forward(rank, [item])
     if op == "accumulate" and item.name == "up.wgrad.accumulate" and model.gated:

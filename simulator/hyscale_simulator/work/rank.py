@@ -45,6 +45,12 @@ class Rank:
         return max(self.scenario.batch.sequence_tokens // 2, 1)
 
     @cached_property
+    def keys_seen(self) -> int:
+        """Mean keys that a query's indexer chooses from."""
+        indexer = self.scenario.model_description.indexer
+        return max(self.keys_mean // (indexer.key_ratio if indexer is not None else 1), 1)
+
+    @cached_property
     def keys_slowest(self) -> int:
         """Mean keys a query of the busiest rank sees.
 

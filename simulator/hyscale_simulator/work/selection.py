@@ -55,7 +55,7 @@ def index_loss(rank: Rank, shape: Latent) -> list[Item]:
     mass = kernel(
         "attention_mass", "bf16", rank.scenario.kernels.attention_implementation,
         rows=tokens, heads=shape.heads // rank.plan.tensor, qk_dim=shape.kv_width, top_k=chosen,
-        keys=_keys(rank),
+        keys=rank.keys_seen,
     )  # fmt: skip
     items: list[Item] = [Compute("loss.teacher", LOSS, mass)]
     if rank.plan.tensor > 1:  # the teacher's probabilities are a sum over all heads
@@ -200,7 +200,7 @@ def _at_selected(rank: Rank, name: str, op: str) -> Compute:
     operands = dtype if BYTES[dtype] <= 2 else "bf16"
     call = kernel(
         op, operands, rows=_rows(rank), top_k=_chosen(rank), heads=indexer.heads, dim=indexer.head_dim,
-        keys=_keys(rank),
+        keys=rank.keys_seen,
     )  # fmt: skip
     return Compute(name, LOSS, call)
 
