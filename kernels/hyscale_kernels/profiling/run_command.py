@@ -242,10 +242,14 @@ def plan(wanted: "Sequence[Entry]", name: str, as_json: Path | None) -> None:
     Console(width=None if sys.stdout.isatty() else 130).print(table)
     together = len(here) - len(alone)
     if together:
-        Console(highlight=False).print(f"{together} collectives besides, on machines of at least 2 GPUs")
+        Console(highlight=False, soft_wrap=True).print(
+            f"{together} collectives besides, on machines of at least 2 GPUs"
+        )
     for label in {entry.op.label: entry.op.missing() for entry in wanted if entry.op.missing()}:
         missing = next(entry.op.missing() for entry in wanted if entry.op.label == label)
-        Console(highlight=False).print(f"left out: {label} needs {missing!r}, which is not installed")
+        Console(highlight=False, soft_wrap=True).print(
+            f"left out: {label} needs {missing!r}, which is not installed"
+        )
 
 
 class Reporter:

@@ -246,6 +246,17 @@ def test_without_a_gpu_one_line_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_says_in_a_line_what_is_left_out(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "an_op_whose_name_alone_fills_most_of_what_is_taken_for_a_line"
+    lacking = replace(tools.op(name, needs=("nobody_has_this",)), shapes={"quick": [{"size": 1}]})
+    monkeypatch.setattr(ops, "ALL", (lacking,))
+    assert profile(["run", "--dry-run"]) == 0
+    left_out = f"left out: {name}/mine/bf16 needs 'nobody_has_this', which is not installed"
+    assert left_out in capsys.readouterr().out.splitlines()
+
+
 def test_a_dry_run_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert profile(["run", "--dry-run", "--json", "-"]) == 0
     record = json.loads(capsys.readouterr().out)
