@@ -19,7 +19,9 @@ or 64 leading principal directions of the keys. ``pass`` is what such a filter l
 K: those keys are scored again, exactly, and more than about 16 K of them cost what was saved.
 
 None of these counts depends on the GPU. Ties and rounding are left out of account: they could only make them
-worse. Thresholds are the 1.3 K-th best score, about what the sample of HyTopK gives.
+worse. Thresholds are the 1.3 K-th best score, about what the sample of HyTopK gives. The captured rows lie 64
+positions apart; adjacent ones would agree on more tiles, on no more than ``of_one_row`` says. Their tiles see
+different numbers of keys, of which the mean is recorded.
 
 Shape letters: T queries of a tile, S keys, B blocks, H heads, D head size, K = top_k.
 """
@@ -29,10 +31,13 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.functional import normalize
+
+from hyscale_kernels.profiling import captured as capture
 
 T, BLOCK, H, D, K = 64, 128, 32, 128, 2048
 SLACK = 1.3
@@ -43,7 +48,7 @@ class Draw:
     """Normal and uniform draws of one generator."""
 
     def __init__(self, seed: int, device: str) -> None:
-        self.device = device
+        self.seed, self.device = seed, device
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -109,9 +114,21 @@ def low_rank(draw: Draw, S: int) -> Inputs:
     return draw.normal(T, H, D) * spectrum @ turn, draw.normal(S, D) * spectrum @ turn, draw.normal(T, H)
 
 
+def captured(place: int, draw: Draw, S: int) -> Inputs:
+    """What a small trained model's indexer scores (trained_indexer.py): 64 rows, each 64 positions after the
+    one before, over the keys that all of them see; S is not looked at."""
+    q, k, w, _, end, _, _ = capture.read().layers[place].operands("bf16", device=draw.device)
+    last = len(w) - T * draw.seed
+    seen = int(end[last - T]) // BLOCK * BLOCK
+    return q[last - T : last].float(), k[:seen].float(), w[last - T : last]
+
+
 REGIMES: dict[str, Callable[[Draw, int], Inputs]] = {
     each.__name__: each
     for each in (random, heavy_norm, clustered, clustered_in_order, local, topics, low_rank)
+}
+CAPTURED: dict[str, Callable[[Draw, int], Inputs]] = {
+    f"captured_{which}": partial(captured, place) for place, which in enumerate(("early", "late"))
 }
 
 
@@ -166,9 +183,13 @@ def measure(regime: str, S: int, tiles: int, device: str) -> dict[str, object]:
     skipped: dict[str, list[float]] = {name: [] for name in COST}
     of_one_row: dict[str, list[float]] = {name: [] for name in COST}
     passed: dict[int, list[float]] = {kept: [] for kept in FEWER}
+    seen = 0.0
     for seed in range(tiles):
-        q, k, w = REGIMES[regime](Draw(seed, device), S)
-        q = normalize(q, dim=2) * D**0.5
+        q, k, w = (REGIMES | CAPTURED)[regime](Draw(seed, device), S)
+        S = len(k)
+        seen += S / tiles
+        if regime in REGIMES:
+            q = normalize(q, dim=2) * D**0.5
         s = scores(q, k, w)
         threshold = s.kthvalue(max(1, S - int(SLACK * K) + 1), dim=1).values[:, None]
         best = s.unflatten(1, (-1, BLOCK)).amax(dim=2)
@@ -182,7 +203,7 @@ def measure(regime: str, S: int, tiles: int, device: str) -> dict[str, object]:
             passed[kept].append(passing(q, k, w, threshold, kept))
     share = {name: sum(values) / len(values) for name, values in skipped.items()}
     return {
-        "schema": 1, "regime": regime, "keys": S, "tile": [T, BLOCK], "heads": H, "dim": D, "top_k": K,
+        "schema": 1, "regime": regime, "keys": round(seen), "tile": [T, BLOCK], "heads": H, "dim": D, "top_k": K,
         "tiles": tiles, "skipped": share,
         "of_one_row": {name: sum(values) / len(values) for name, values in of_one_row.items()},
         "passing": {str(kept): sum(values) / len(values) for kept, values in passed.items()},
@@ -193,7 +214,7 @@ def measure(regime: str, S: int, tiles: int, device: str) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keys", type=int, nargs="+", default=[65_536])
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES | CAPTURED, default=list(REGIMES | CAPTURED))
     parser.add_argument("--tiles", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
@@ -210,7 +231,7 @@ def main() -> int:
             lines.append(json.dumps(record))
             cells = "".join(f"{record['skipped'][n]:>8.1%} {record['gain'][n]:>6.2f}x" for n in COST)  # type: ignore[index]
             kept = "".join(f"{each:>6.1f}K" for each in record["passing"].values())  # type: ignore[attr-defined]
-            print(f"{regime:20} {S:>9}  {cells} {kept}")
+            print(f"{regime:20} {record['keys']:>9}  {cells} {kept}")
     if given.out:
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
