@@ -203,8 +203,8 @@ def measure(regime: str, S: int, tiles: int, device: str) -> dict[str, object]:
             passed[kept].append(passing(q, k, w, threshold, kept))
     share = {name: sum(values) / len(values) for name, values in skipped.items()}
     return {
-        "schema": 1, "regime": regime, "keys": round(seen), "tile": [T, BLOCK], "heads": H, "dim": D, "top_k": K,
-        "tiles": tiles, "skipped": share,
+        "schema": 1, "regime": regime, "keys": round(seen), "tile": [T, BLOCK], "heads": H, "dim": D,
+        "top_k": K, "tiles": tiles, "skipped": share,
         "of_one_row": {name: sum(values) / len(values) for name, values in of_one_row.items()},
         "passing": {str(kept): sum(values) / len(values) for kept, values in passed.items()},
         "gain": {name: 1 / (1 - share[name] + cost) for name, cost in COST.items()},
