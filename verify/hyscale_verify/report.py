@@ -72,6 +72,6 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     holding = sum(FALSIFIED not in each and HOLDS in each for each in names.values())
     drawn = sum(each.examples for each in verdicts)
     return (
-        f"{holding} properties hold, {falsified} falsified, {len(names) - holding - falsified} skipped; "
+        f"{holding} {'property holds' if holding == 1 else 'properties hold'}, {falsified} falsified, {len(names) - holding - falsified} skipped; "
         f"{drawn} examples drawn"
     )

@@ -98,7 +98,7 @@ def test_a_report_goes_to_standard_output_alone(
     assert run("verify", *argv, "--json", "-") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["summary"] == {"holds": 1, "falsified": 0, "skipped": 0}
-    assert "1 properties hold" in shown.err
+    assert "1 property holds, 0 falsified" in shown.err
     assert run("mutants", "--only", "causal_diagonal_lost", "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["summary"] == {"killed": 1, "survived": 0}
     assert list(tmp_path.iterdir()) == []
