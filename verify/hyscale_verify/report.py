@@ -71,7 +71,6 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     falsified = sum(FALSIFIED in each for each in names.values())
     holding = sum(FALSIFIED not in each and HOLDS in each for each in names.values())
     drawn = sum(each.examples for each in verdicts)
-    return (
-        f"{holding} {'property holds' if holding == 1 else 'properties hold'}, {falsified} falsified, {len(names) - holding - falsified} skipped; "
-        f"{drawn} examples drawn"
-    )
+    skipped = len(names) - holding - falsified
+    hold = "property holds" if holding == 1 else "properties hold"
+    return f"{holding} {hold}, {falsified} falsified, {skipped} skipped; {drawn} examples drawn"
