@@ -389,8 +389,10 @@ OPS: Mapping[str, Op] = {
     "softmax_bwd": _stream(6.0),
     "dropout": _stream(5.0),
     "dropout_bwd": _stream(5.0),
-    # The largest magnitude is found (2), values are read again (2), written along rows and columns (1 + 1).
-    "quantise": _stream(6.0),
+    # A training framework's fp8 cast: the largest magnitude is found (2), values are read again (2), written
+    # along rows and columns (1 + 1).  "quantise" is the profiler's own kernel, which reads them once.
+    "cast_transpose": _stream(6.0),
+    "quantise": _stream(4.0),
     "permute": _stream(4.0),
     "embedding": _stream(4.0),
     "embedding_bwd": _stream(6.0),

@@ -290,12 +290,10 @@ class Profiles:
                 )
             if point.op in OPS:  # a profile may hold ops that no model here uses
                 point = _placed(point)
-                # One library or another, measured by one or another: a jagged table is better for every
-                # point it can get. Elsewhere two benchmarks of one kernel, with their own versions and
-                # clocks, make a table that jumps between them.
-                jagged = OPS[point.op].jagged
-                who, source = ("", "") if jagged else (point.implementation, point.source)
-                group = (point.op, point.dtype, point.device, who, point.regime, source)
+                # Two benchmarks of one kernel, with their own versions and clocks, would make a table that
+                # jumps between them. One library or another: a jagged table is better for each.
+                who = "" if OPS[point.op].jagged else point.implementation
+                group = (point.op, point.dtype, point.device, who, point.regime, point.source)
                 grouped.setdefault(group, []).append(point)
         self._gpus = devices
         self._points = grouped
@@ -337,10 +335,12 @@ class Profiles:
         least = min(map(distance, candidates))
         tables = [self._get((call.op, call.dtype, *item)) for item in candidates if distance(item) == least]
 
-        def reach(table: Table) -> tuple[bool, bool, bool, float]:
+        def reach(table: Table) -> tuple[bool, bool, bool, float, int]:
             found = table.lookup(call)
             others = table.regime.partition(", ")[2] != windows
-            return (found.stretch > 2, others, not found.exact, max(found.stretch, 2.0))
+            # Neighbours stand in for a shape of a jagged table: the more there are, the better.
+            few = -len(table.rows) if OPS[call.op].jagged and not found.exact else 0
+            return (found.stretch > 2, others, not found.exact, max(found.stretch, 2.0), few)
 
         return tables[0] if len(tables) == 1 else min(tables, key=reach)
 

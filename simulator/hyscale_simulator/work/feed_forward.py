@@ -156,7 +156,7 @@ def _grouped_backward(rank: Rank, name: str, experts: Experts, n: int, k: int) -
 def _quantised(rank: Rank, name: str, experts: Experts, width: int) -> list[Item]:
     if rank.linear_dtype != "fp8":
         return []
-    return [stream(f"{name}.quantise", "quantise", rank.rows * experts.top_k, width)]
+    return [stream(f"{name}.quantise", "cast_transpose", rank.rows * experts.top_k, width)]
 
 
 def _expert_activation(rank: Rank, experts: Experts, backward: bool) -> Compute:

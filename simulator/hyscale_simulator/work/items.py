@@ -76,7 +76,9 @@ def linear(name: str, kind: str, m: int, n: int, k: int, dtype: str, *, weights:
     """y [m, n] = x [m, k] W: with fp8, x is quantised first (and kept transposed for the weight gradient)."""
     items: list[Item] = []
     if dtype == "fp8":
-        items.append(Compute(f"{name}.quantise", "elementwise", kernel("quantise", "bf16", rows=m, width=k)))
+        items.append(
+            Compute(f"{name}.quantise", "elementwise", kernel("cast_transpose", "bf16", rows=m, width=k))
+        )
     items.append(Compute(name, kind, kernel("gemm", dtype, m=m, n=n, k=k), weights=weights))
     return items
 
@@ -87,7 +89,9 @@ def backward_linear(
     """(dx [m, k] = dy W^T, dW [k, n] = x^T dy), for overlap to be placed between them."""
     first: list[Item] = []
     if dtype == "fp8":
-        first.append(Compute(f"{name}.quantise", "elementwise", kernel("quantise", "bf16", rows=m, width=n)))
+        first.append(
+            Compute(f"{name}.quantise", "elementwise", kernel("cast_transpose", "bf16", rows=m, width=n))
+        )
     if input_gradient:
         first += [Compute(f"{name}.dgrad", kind, kernel("gemm", dtype, m=m, n=k, k=n))]
     # The product may be computed transposed: the larger side counts as rows.

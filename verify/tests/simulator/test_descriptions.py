@@ -182,7 +182,8 @@ def test_no_case_has_a_constant_of_its_own() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_the_roof_is_the_best_of_the_table(dtype: str) -> None:
     gpu = find(Gpu, "gpus", "h200")
-    (table,) = [t for t in load_profiles().tables() if (t.op, t.dtype) == ("gemm", dtype)]
+    tables = [t for t in load_profiles().tables() if (t.op, t.dtype, t.gpu.name) == ("gemm", dtype, gpu.name)]
+    table = max(tables, key=lambda table: len(table.rows))  # the public one
     rates = [2e-6 * m * n * k / p.median_us for (m, n, k), p in table.rows.items() if p.median_us]
     best = float(np.quantile(rates, 0.99)) * 1e12 / gpu.tensor_flops_per_s(dtype)
     assert calibration().tensor("hopper", dtype).roof == pytest.approx(best, rel=0.01)

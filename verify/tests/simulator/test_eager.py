@@ -192,14 +192,14 @@ def exchange(us: float, size: int, device: str = "NVIDIA H200", **changes: Any) 
 
 def test_measured_collectives_go_before_the_public_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
-    write_profile(path, [exchange(1e6, 2**28)])
+    write_profile(path, [exchange(1e9, 2**34)])
     scenario = measured("hytopk", gpus=2)
 
     def reduced(profiles: tuple[str, ...]) -> int:
         found = evaluator(profiles).items(scenario)
         return sum(ns for item, ns in found if isinstance(item, Communicate) and item.group == "data")
 
-    assert reduced((str(path),)) > 100 * reduced(())
+    assert reduced((str(path),)) > 10 * reduced(())
 
 
 def test_collectives_belong_to_one_device_and_need_their_sizes() -> None:

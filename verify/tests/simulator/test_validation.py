@@ -12,8 +12,8 @@ from hyscale_simulator.work import Rank, backward, forward, layer_kind
 
 EXPLAINED = {
     # Misses over 15 %, each explained in simulator/README.md.
-    "DeepSeek-V3 on 2,048 H800, DualPipe",
     "DeepSeek-V3, 4 layers, EP8, 4 micro-batches",
+    "Qwen3 235B on 256, fp8",
 }
 
 
