@@ -27,6 +27,7 @@ class Rows:
     positions      int32 [T], where they are in the sequence; ascending within each span
     rotary         int32 [T], where they are in their document
     windows        the keys they see, numbered over the whole sequence
+    packed         whether windows start at documents; if not, all start at key 0
     spans          the runs of neighbouring positions that make up the rows, in order, on the host
     num_positions  S
     ratio          positions for one (compressed) key
@@ -36,6 +37,7 @@ class Rows:
     positions: torch.Tensor
     rotary: torch.Tensor
     windows: Windows
+    packed: bool
     spans: tuple[range, ...]
     num_positions: int
     ratio: int
@@ -86,7 +88,8 @@ class Rows:
         else:
             visible = windows.packed(cu_seqlens.to(positions.device), S).rows(positions)
             rotary = (positions - visible.start).clamp(min=0)
-        return cls(positions, rotary, visible, spans, S, ratio, num_ranks, rank, split)
+        packed = cu_seqlens is not None
+        return cls(positions, rotary, visible, packed, spans, S, ratio, num_ranks, rank, split)
 
     @property
     def num_rows(self) -> int:

@@ -128,9 +128,10 @@ def _deepgemm_flashinfer(
             queries, (k[:keys], k_scale[:keys]), _spare(w[block]), start, end, clean_logits=False
         )
         table = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
+        # Told where rows start, FlashInfer loads one score at a time: it is told only if it must be.
         chosen = flashinfer.top_k_ragged_transform(
             table, start[:-1], end[:-1] - start[:-1], top_k, deterministic=True, tie_break=1,
-            row_starts=start[:-1],
+            row_starts=start[:-1] if rows.packed else None,
         )  # fmt: skip
         del scores, table
         with part(timer, "ordering"):

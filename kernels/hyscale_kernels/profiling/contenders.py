@@ -61,7 +61,8 @@ def _deepgemm_flashinfer(case: Case) -> Call:
 
     A chunk's float32 table is at most 9 GB, the largest that the two were seen to run well with. DeepGEMM
     returns a view without the padding of its last row, and FlashInfer wants contiguous rows: one spare row
-    with an empty window makes the view of the others contiguous, at no cost.
+    with an empty window makes the view of the others contiguous, at no cost. Told where rows
+    start, FlashInfer loads one score at a time: it is told only if some do not start at key 0.
     """
     import deep_gemm  # type: ignore[import-not-found,unused-ignore]
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
@@ -70,6 +71,7 @@ def _deepgemm_flashinfer(case: Case) -> Call:
         return torch.cat([tensor, torch.zeros_like(tensor[:1])])
 
     rows = max(1, min(case.rows, int(9e9 / (4 * case.keys))))
+    from_zero = not bool(case.start.any())
     parts = []
     for first in range(0, case.rows, rows):
         part = slice(first, min(first + rows, case.rows))
@@ -83,8 +85,9 @@ def _deepgemm_flashinfer(case: Case) -> Call:
             full = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
             first, last = start[:-1], end[:-1]
             out[part] = flashinfer.top_k_ragged_transform(
-                full, first, last - first, case.top_k, deterministic=True, tie_break=1, row_starts=first
-            )
+                full, first, last - first, case.top_k, deterministic=True, tie_break=1,
+                row_starts=None if from_zero else first,
+            )  # fmt: skip
         return out
 
     return call

@@ -250,7 +250,7 @@ def flashinfer_select() -> Op:
         length = torch.full_like(first, keys)
         return Work(
             lambda: flashinfer.top_k_ragged_transform(
-                scores, first, length, shape["top_k"], deterministic=True, tie_break=1, row_starts=first
+                scores, first, length, shape["top_k"], deterministic=True, tie_break=1
             )
         )
 
