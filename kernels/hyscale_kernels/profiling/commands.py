@@ -157,10 +157,17 @@ def trace_command(
     if chosen is None:
         names = sorted({each.name for each in ALL})
         raise typer.BadParameter(f"no op {op!r}; there are: {', '.join(names)}", param_hint="--op")
-    try:
-        sizes = parse_shapes([shape])[0] if shape else next(filter(None, chosen.shapes.values()))[0]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shape") from None
+    if chosen.family == "collectives":
+        raise typer.BadParameter(f"{op!r} runs on several GPUs at once; a trace is of one", param_hint="--op")
+    sizes = next(filter(None, chosen.shapes.values()))[0]
+    if shape is not None:
+        try:
+            (sizes,) = parse_shapes([shape], names=sorted(sizes))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--shape") from None
+    missing = chosen.missing()
+    if missing is not None:
+        raise stop(EXIT_ENVIRONMENT, f"{chosen.label} needs {missing!r}, which is not installed")
     need_gpu()
     import torch
 

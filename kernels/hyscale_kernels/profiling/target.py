@@ -14,19 +14,26 @@ from hyscale_ref.named import function_named
 from .op import Cost, Draw, Entry, Op, Shape, Work
 
 
-def parse_shapes(texts: Sequence[str]) -> list[Shape]:
-    """``rows=512:4096,keys=65536`` as every combination of its sizes. ValueError otherwise."""
+def parse_shapes(texts: Sequence[str], names: Sequence[str] | None = None) -> list[Shape]:
+    """``rows=512:4096,keys=65536`` as every combination of its sizes. ValueError otherwise.
+
+    names: where they are given, each text must give every one of them one size, and nothing else.
+    """
     shapes: list[Shape] = []
     for text in texts:
         axes: dict[str, list[int]] = {}
         for part in text.split(","):
-            name, equals, sizes = part.partition("=")
+            name, equals, sizes = (piece.strip() for piece in part.partition("="))
             values = sizes.split(":")
-            if not equals or not name.strip().isidentifier() or not all(v.strip().isdigit() for v in values):
+            if not equals or not name.isidentifier() or not all(v.strip().isdigit() for v in values):
                 raise ValueError(
                     f"shape {text!r}: {part!r} is not NAME=SIZE or NAME=SIZE:SIZE, such as rows=512:4096"
                 )
-            axes[name.strip()] = [int(value) for value in values]
+            if name in axes:
+                raise ValueError(f"shape {text!r}: {name} is given twice; allowed: {name}=SIZE:SIZE")
+            axes[name] = [int(value) for value in values]
+        if names is not None and (axes.keys() != set(names) or any(len(v) > 1 for v in axes.values())):
+            raise ValueError(f"shape {text!r}; allowed: one size for each of {', '.join(names)}")
         shapes += [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
     return shapes
 
