@@ -16,7 +16,7 @@ from hyscale_simulator.descriptions import DescriptionError, find
 from hyscale_simulator.evaluate import evaluator
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import kernel
-from hyscale_simulator.measured_steps import executed, part_of
+from hyscale_simulator.measured_steps import compare_measured, executed, part_of, within
 from hyscale_simulator.profiles import Profiles
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Communicate, Compute, Item
@@ -234,3 +234,20 @@ def test_a_selections_spread_is_read_from_the_shape_or_the_regime() -> None:
     assert [us(), us(keys=65536), us(keys=1048576)] == [8000.0, 8000.0, 16000.0]
     # On the scale of square roots 512 is a third of the way from 256 to 1024.
     assert us(keys=262144) == pytest.approx(8000.0 * 2 ** (1 / 3), rel=1e-6)
+
+
+RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "train_step.jsonl"
+
+
+@pytest.mark.skipif(not RECORDED.exists(), reason=f"no measured steps: {RECORDED.name}")
+def test_measured_steps_are_predicted_from_kernel_profiles() -> None:
+    """Each step within 10 %, each speed-up within 5 %; attention, half of a step, within 10 % by itself."""
+    rows = compare_measured(RECORDED)
+    assert len(rows) >= 6
+    assert within(rows), [(row.step.mode, row.step.sequence, row.error_pct) for row in rows]
+    for row in rows:
+        parts = {name: (measured, predicted) for name, measured, predicted in row.parts()}
+        for name in ("attention.forward", "attention.backward"):
+            took, expected = parts[name]
+            assert expected == pytest.approx(took, rel=0.1), (row.step.mode, name)
+        assert sum(row.predicted_parts.values()) == pytest.approx(1e3 * row.predicted_s)
