@@ -187,7 +187,20 @@ def _layer_items(rank: Rank, kind: LayerKind) -> Iterator[tuple[str, float]]:
     else:
         part = model.feed_forward // cut.tensor
         kept = 0.0 if repeats("activation") else operand
+        if scenario.kernels.framework == "eager":  # silu(gate) besides its product with up
+            kept += 2.0
         yield "inner", tokens * part * (2.0 * (model.matrices - 1) + kept)
+
+
+AFTER_SELECTION = (
+    "latent output", "attention output", "softmax statistics", "expert inputs", "expert inner",
+    "shared inner", "inner",
+)  # fmt: skip
+
+
+def _after_selection(rank: Rank, kind: LayerKind) -> float:
+    """Bytes of a layer's activations that do not exist yet while it selects."""
+    return sum(size for name, size in _layer_items(rank, kind) if name in AFTER_SELECTION)
 
 
 def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
@@ -203,12 +216,15 @@ def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
         if isinstance(model.attention, Latent) and cut.context > 1:
             width = model.attention.kv_width + model.indexer.head_dim
             yield "gathered keys", 2 * 2.0 * rank.tokens * cut.context * width
+        # A layer frees them before it allocates what follows its selection: only what is larger counts.
+        after = min((_after_selection(rank, kind) for kind in kinds if kind.selects), default=0.0)
         if scenario.selection.table:
             keys = scenario.batch.sequence_tokens // model.indexer.key_ratio
             tables = 1 + (model.indexer.heads if scenario.selection.scoring_dtype == "fp32" else 0)
-            yield "score table", 4.0 * chunk_rows(rank) * keys * tables
+            yield "score table", max(4.0 * chunk_rows(rank) * keys * tables - after, 0.0)
         else:  # the selection contract's bound: a bitmap and candidate lists, in row blocks
-            yield "selection workspace", min(16.0 * rank.tokens * model.indexer.top_k + 64 * 2**20, 4.0e9)
+            most = min(16.0 * rank.tokens * model.indexer.top_k + 64 * 2**20, 4.0e9)
+            yield "selection workspace", max(most - after, 0.0)
     if any(kind.experts for kind in kinds) and model.experts is not None and cut.expert > 1:
         yield "dispatch buffers", 2 * 2.0 * rank.rows * model.experts.top_k * model.hidden * rank.imbalance
     if scenario.layout.zero_stage == 3:

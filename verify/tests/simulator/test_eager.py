@@ -251,3 +251,4 @@ def test_measured_steps_are_predicted_from_kernel_profiles() -> None:
             took, expected = parts[name]
             assert expected == pytest.approx(took, rel=0.1), (row.step.mode, name)
         assert sum(row.predicted_parts.values()) == pytest.approx(1e3 * row.predicted_s)
+        assert row.predicted_bytes == pytest.approx(row.step.peak_bytes, rel=0.05)

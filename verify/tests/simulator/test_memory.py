@@ -91,7 +91,11 @@ def test_an_unbounded_score_table_does_not_fit_and_is_told_how_to() -> None:
     held = memory(table)
     assert not held.fits
     assert held.items[0][0] == "score table"
-    assert held.items[0][1] == 4 * 16384 * 1048576
+    # A layer allocates what follows its selection in the table's place: the rest of the table counts.
+    whole = 4 * 16384 * 1048576
+    assert 0.9 * whole < held.items[0][1] < whole
+    half = memory(table.with_(**{"selection.table_rows": 8192}))
+    assert held.items[0][1] - half.items[0][1] == whole / 2
     assert what_would_fit(table) == ("bound the score table to 1 GiB (selection.table_rows = 0)",)
     assert memory(table.with_(**{"selection.table_rows": 0})).fits
 
@@ -117,3 +121,10 @@ def test_zero_shards_what_its_stage_says(stage: int) -> None:
     for name, from_stage in (("optimizer", 1), ("gradients", 2), ("weights", 3)):
         ratio = whole[name] / items[name]
         assert ratio == pytest.approx(64 if stage >= from_stage else 1)
+
+
+def test_a_table_that_the_rest_of_the_layer_needs_the_room_of_adds_nothing() -> None:
+    """A gigabyte of scores is freed before attention and the feed-forward allocate more than that."""
+    bounded = GLM.with_(**{"selection.table": True, "selection.selector": "flashinfer"})
+    assert dict(memory(bounded).items)["score table"] == 0
+    assert memory(bounded).peak_bytes <= memory(GLM).peak_bytes

@@ -278,10 +278,11 @@ def test_unfused_fp32_scoring_costs_what_it_writes() -> None:
     assert (
         dict(evaluate(unfused).breakdown)["selection"] > 8 * dict(evaluate(BASELINE).breakdown)["selection"]
     )
-    tables = {
-        name: dict(evaluate(s).memory.items)["score table"] for name, s in (("a", unfused), ("c", BASELINE))
-    }
-    assert tables["a"] == 33 * tables["c"]
+    wide, narrow = (
+        dict(evaluate(unfused.with_(**{"selection.table_rows": rows})).memory.items)["score table"]
+        for rows in (512, 256)
+    )
+    assert wide - narrow == 33 * 4 * 256 * BASELINE.batch.sequence_tokens
 
 
 def test_a_contiguous_split_nearly_doubles_selection() -> None:
