@@ -155,20 +155,24 @@ def measure_collectives(
         with tempfile.TemporaryDirectory() as folder:
             wanted = [(entry.op.label, dict(entry.shape)) for entry in ours]
             group = starter(size, str(Path(folder) / "store"), wanted, machine.conditions.commit)
-            for entry in ours:
-                if time_left() <= 0:
-                    break
-                try:
-                    point = group.next()
-                except TimeoutError as error:
-                    point = failed(entry, machine, str(error))
-                if point is None:
-                    break
-                sink.add(point)
-                made.append(point)
-                if point.status == "failed":
-                    break
-            group.stop(10.0 if time_left() > 0 else 0.0)
+            patience_s = 0.0  # however the loop ends, no process outlives it
+            try:
+                for entry in ours:
+                    if time_left() <= 0:
+                        break
+                    try:
+                        point = group.next()
+                    except TimeoutError as error:
+                        point = failed(entry, machine, str(error))
+                    if point is None:
+                        break
+                    sink.add(point)
+                    made.append(point)
+                    if point.status == "failed":
+                        break
+                patience_s = 10.0 if time_left() > 0 else 0.0
+            finally:
+                group.stop(patience_s)
     return made
 
 

@@ -552,6 +552,11 @@ def test_collectives_take_the_groups_that_fit_and_outlive_one_that_stops(tools: 
     )
     assert len(found) == 1
     assert short.patience_s == 0.0
+    cut = Group([good, KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        measure_collectives(made[:2], pretended, sink, starter=lambda *_: cut)
+    assert cut.stopped
+    assert cut.patience_s == 0.0
 
 
 def test_a_rank_measures_its_points_in_order(
