@@ -256,7 +256,7 @@ def _largest(plan: Plan, trainer: "Trainer") -> None:
             peaks = over_ranks(result, trainer.context)
             return None if None in peaks else max(peaks)
 
-        limit = 8 * start if plan.device == "cuda" else 2 * start
+        limit = 16 * start if plan.device == "cuda" else 2 * start
         length, tried = longest(peak, start=start, unit=block, capacity=capacity, limit=limit)
         found[mode] = {"tokens": length, "tried": tried}
         if trainer.context is None or trainer.context.rank == 0:

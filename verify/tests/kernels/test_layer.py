@@ -327,7 +327,7 @@ def test_bfloat16_is_no_worse_than_the_plain_form_in_bfloat16(
             found.setdefault(name, []).append(torch.stack(errors))
             largest[name] = max(largest.get(name, 0.0), float(want.detach().abs().max()))
     for name, errors in found.items():
-        ours, plain = torch.stack(errors).median(dim=0).values.tolist()
+        ours, plain = torch.stack(errors).sort(dim=0).values[len(errors) // 2].tolist()
         budget = (3 if name == "loss" else 2) * plain + EPS * largest[name]
         assert ours <= budget, (name, torch.stack(errors).tolist())
 
