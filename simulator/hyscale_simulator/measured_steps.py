@@ -1,9 +1,10 @@
 """Held against training steps that this project measured: one JSON line a mode, as the trainer writes them.
 
 ``{"schema": 1, "commit", "gpu", "gpus", "sequence", "mode", "step_ms", "parts", "peak_bytes", "loss",
-"config"}``.  ``config.scenario`` is the run as a scenario (its model given whole), so that the prediction is
-of what ran; the mode is checked against it.  ``config.run``, where the trainer wrote it, says how the work
-was executed (:func:`executed`).  Predictions come from kernel profiles alone.
+"config"}``, and a ``note`` where a reader should know something.  ``config.scenario`` is the run as a
+scenario (its model given whole), so that the prediction is of what ran; the mode is checked against it.
+``config.run``, where the trainer wrote it, says how the work was executed (:func:`executed`).  Predictions
+come from kernel profiles alone.
 """
 
 import json
@@ -89,6 +90,8 @@ class MeasuredStep(BaseModel):
     peak_bytes: Positive
     loss: float
     config: _Config
+    note: str = ""
+    """What a reader should know of this record."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def show(rows: Sequence[MeasuredComparison], console: Console) -> None:
     console.print(table)
     for row in rows:
         console.print(_parts(row))
+        if row.step.note:
+            console.print(f"  note: {row.step.note}")
         for warning in row.warnings:
             console.print(f"  [yellow]{warning}[/yellow]")
     verdict = "[green]met[/green]" if within(rows) else "[red]missed[/red]"
@@ -50,7 +52,7 @@ def record(rows: Sequence[MeasuredComparison]) -> list[dict[str, Any]]:
                 {"part": part, "measured_ms": measured, "predicted_ms": predicted}
                 for part, measured, predicted in row.parts()
             ],
-            "warnings": list(row.warnings),
+            "warnings": list(row.warnings), "note": row.step.note,
         }
         for row in rows
     ]  # fmt: skip

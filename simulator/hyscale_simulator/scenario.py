@@ -96,6 +96,9 @@ class Selection(Description):
     """Keys whose scoring a bound makes unnecessary."""
     record: Literal["int32", "packed"] = "int32"
     """How indices are kept between forward and backward."""
+    row_starts: bool = False
+    """Whether the selector is told where each row's keys start, as packed documents need (FlashInfer then
+    loads one score at a time)."""
     table_rows: Count = 0
     """Rows scored at a time; 0: as many as keep the table within 1 GiB."""
     shard_rows: bool = False

@@ -52,7 +52,7 @@ _CATALOGUE: tuple[_Named, ...] = (
         "layout.sequence_parallel", "layout.context_exchange", "batch.sequences_per_step",
     )),
     _Named("causal_half", "only the causal half of the table", ("selection.square", "selection.mask_pass")),
-    _Named("selector", "selector", ("selection.selector",)),
+    _Named("selector", "selector", ("selection.selector", "selection.row_starts")),
     _Named("scoring_dtype", "scoring precision", ("selection.scoring_dtype",)),
     _Named("score_table", "no score table (HyTopK)", (
         "selection.table", "selection.table_rows", "selection.scorer",

@@ -177,9 +177,8 @@ def _passes(rank: Rank, visible: int) -> list[tuple[str, Kernel, int]]:
         passes.append(("unfused", unfused, count))
     if options.mask_pass and whole > visible:
         passes.append(("mask", kernel("fill", "fp32", rows=rows, width=whole - visible), count))
-    top = kernel(
-        "index_select", "fp32", options.selector, options.scores, rows=rows, keys=searched, top_k=top_k
-    )
+    regime = f"{options.scores}, row starts" if options.row_starts else options.scores
+    top = kernel("index_select", "fp32", options.selector, regime, rows=rows, keys=searched, top_k=top_k)
     return [*passes, ("topk", top, count)]
 
 

@@ -177,6 +177,16 @@ def test_without_the_trainers_configuration_a_record_is_taken_as_its_scenario_sa
     assert executed(scenario, None) is scenario
 
 
+def test_a_selector_that_is_told_where_rows_start_is_priced_so() -> None:
+    told = measured("materialised").with_(**{"selection.row_starts": True})
+
+    def topk(scenario: Scenario) -> int:
+        found = evaluator().items(scenario)
+        return sum(ns for item, ns in found if item.name == "select.topk")
+
+    assert 1.4 < topk(told) / topk(measured("materialised")) < 2.0
+
+
 # Collectives of the very machine.
 
 
