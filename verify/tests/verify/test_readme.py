@@ -1,21 +1,18 @@
 """The README's figures are those of recorded runs, and what it names exists."""
 
+import itertools
 import json
 import re
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from hyscale_ref.profile import ProfilePoint, read_profile
 from hyscale_verify.mutants import matrix
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RACES = [
-    record
-    for record in map(json.loads, (ROOT / "benchmarks/results/race_hytopk.jsonl").read_text().splitlines())
-    if record["status"] == "ok" and record["regime"] == "random"
-]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "*/*.md", "kernels/hyscale_kernels/*/README.md")
@@ -29,42 +26,66 @@ def reads(value: float, printed: str) -> bool:
     return f"{value:.{len(digits.partition('.')[2])}f}" == digits
 
 
-def table() -> list[tuple[int, int, list[str]]]:
-    """(rows, keys, cells) of the table of races."""
-    found = []
-    for line in README.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        where = re.fullmatch(r"([\d,]+)(?: x ([\d,]+)| causal)", cells[0])
-        if where is not None and len(cells) == 5:
-            rows, keys = (int((text or where[1]).replace(",", "")) for text in where.groups())
-            found.append((rows, keys, cells))
-    return found
+def table(first: str) -> list[list[str]]:
+    """The cells of the table whose first column is headed ``first``, without thousands' commas."""
+    lines = iter(README.splitlines())
+    next(line for line in lines if line.startswith(f"| {first} |"))
+    next(lines)  # the rule
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip().replace(",", "") for cell in row.strip("|").split("|")] for row in rows]
 
 
-@pytest.mark.parametrize(("rows", "keys", "cells"), table(), ids=lambda value: str(value)[:20])
-def test_a_row_of_the_table_is_one_recorded_race(rows: int, keys: int, cells: list[str]) -> None:
-    windows = "causal" if "causal" in cells[0] else "full"
-    here = [r for r in RACES if (r["rows"], r["keys"], r["windows"]) == (rows, keys, windows)]
-
-    def timed(who: str, dtype: str, printed: str) -> list[dict[str, Any]]:
-        return [
-            r for r in here if (r["contender"], r["dtype"]) == (who, dtype) and reads(r["median_ms"], printed)
-        ]
-
-    ours, rivals = timed("hytopk", "fp8", cells[1]), timed("deepgemm+flashinfer", "fp8", cells[2])
-    assert {r["time_utc"] for r in ours} & {r["time_utc"] for r in rivals}, "no race has both times"
-    assert not cells[3] or timed("hytopk", "bf16", cells[3])
-    units = {"MiB": 2**20, "GiB": 2**30}
-    mine, _, theirs = cells[4].partition(" / ")
-    unit = theirs.split()[-1]
-    for printed, found in ((mine if " " in mine else f"{mine} {unit}", ours), (theirs, rivals)):
-        size, name = printed.split()
-        said = float(size.replace(",", "")) * units[name]
-        assert any(abs(r["peak_extra_bytes"] - said) <= units[name] for r in found), printed
+def profiled(op: str, implementation: str, dtype: str, regime: str, **shape: int) -> float:
+    """Milliseconds of the shipped profile's point; there is one."""
+    found = [
+        point.median_us / 1e3
+        for point in profile()
+        if (point.op, point.implementation, point.dtype, point.regime) == (op, implementation, dtype, regime)
+        and shape.items() <= dict(point.shape).items()
+    ]
+    assert len(found) == 1, (op, implementation, dtype, regime, shape)
+    return found[0]
 
 
-def test_the_table_has_rows() -> None:
-    assert len(table()) >= 5
+@cache
+def profile() -> list[ProfilePoint]:
+    return list(read_profile(ROOT / "simulator/hyscale_simulator/data/profiles/h200-own.jsonl.gz"))
+
+
+@pytest.mark.parametrize("cells", table("keys"), ids=lambda cells: cells[0])
+def test_selections_take_what_the_profile_says(cells: list[str]) -> None:
+    keys, fp8, rival_fp8, gain_fp8, bf16, rival_bf16, gain_bf16 = cells
+    shape = {"rows": 4096, "keys": int(keys)}
+    select = profiled("index_select", "flashinfer", "fp32", "untrained", **shape)
+    for dtype, scorer, ours, rival, gain in (
+        ("fp8", "deepgemm", fp8, rival_fp8, gain_fp8),
+        ("bf16", "triton", bf16, rival_bf16, gain_bf16),
+    ):
+        took = profiled("hytopk", "hytopk", dtype, "untrained", **shape, top_k=2048)
+        other = profiled("index_scores", scorer, dtype, "", **shape) + select
+        assert reads(took, ours)
+        assert reads(other, rival)
+        assert reads(other / took, gain)
+
+
+@pytest.mark.parametrize("cells", table("tokens"), ids=lambda cells: cells[0])
+def test_steps_took_what_is_recorded(cells: list[str]) -> None:
+    tokens, gpus, *times, gain = cells
+    lines = (ROOT / "benchmarks/results/train_step.jsonl").read_text().splitlines()
+    here = {
+        record["mode"]: record["step_ms"]
+        for record in map(json.loads, lines)
+        if (record["sequence"], record["gpus"]) == (int(tokens), int(gpus)) and "note" not in record
+    }
+    printed = dict(zip(("materialised", "hytopk", "hytopk+replay"), times, strict=True))
+    for mode, said in printed.items():
+        assert reads(here[mode], said) if said else mode not in here, mode
+    assert reads(here["materialised"] / here["hytopk+replay"], gain) if gain else "materialised" not in here
+
+
+def test_the_tables_have_rows() -> None:
+    assert len(table("keys")) >= 5
+    assert len(table("tokens")) >= 3
 
 
 def test_the_planted_bugs_are_counted_as_recorded() -> None:
