@@ -342,6 +342,7 @@ def _predict(plan: Plan) -> None:
     from hyscale_kernels.profiling.machine import git_commit
     from hyscale_simulator.descriptions import parse
     from hyscale_simulator.evaluate import evaluate
+    from hyscale_simulator.measured_steps import executed
     from hyscale_simulator.scenario import Scenario
 
     config, now = plan.config(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -349,7 +350,7 @@ def _predict(plan: Plan) -> None:
     for job, mode in product(plan.jobs, plan.modes):
         for selection in BASELINES if mode == "materialised" else ("",):
             fields = described(config, job, mode, selection or "materialised", config.table_bytes)
-            scenario = parse(Scenario, fields, f"{job}")
+            scenario = executed(parse(Scenario, fields, f"{job}"), config.as_json())
             result = evaluate(scenario)
             record = {
                 "schema": 1, "time_utc": now, "commit": plan.commit or git_commit(), "gpus": job.ranks,
