@@ -211,7 +211,12 @@ def gain_range(case: BaselineCase) -> str:
     """Kernel gains that meet the claim within its tolerance."""
     if case.gain_low is None:
         return "none suffices"
-    return f"{case.gain_low:.2g} " + ("or more" if case.gain_high is None else f"to {case.gain_high:.2g}")
+    least = _two_digits(case.gain_low)
+    return f"{least} or more" if case.gain_high is None else f"{least} to {_two_digits(case.gain_high)}"
+
+
+def _two_digits(gain: float) -> str:
+    return f"{gain:.2g}" if gain < 99 else f"{gain:.0f}"
 
 
 def _above(found: Crossover) -> str:
