@@ -82,7 +82,8 @@ def _indices(name: str, returned: object, case: Case) -> Int32:
         returned = returned.detach().cpu().numpy()
     indices = np.asarray(returned)
     if not np.issubdtype(indices.dtype, np.integer):
-        raise FalsifiedError(f"{name} returned {indices.dtype}; allowed: integers")
+        what = indices.dtype if indices.dtype != object else type(returned).__name__
+        raise FalsifiedError(f"{name} returned {'None' if returned is None else what}; allowed: integers")
     wanted = (case.num_queries, case.top_k)
     if indices.shape != wanted:
         raise FalsifiedError(f"{name} returned shape {indices.shape}; allowed: [T, K] = {wanted}")

@@ -102,7 +102,8 @@ def test_a_result_object_with_indices_will_do(module: Callable[..., str]) -> Non
     [
         (np.zeros((1, 2)), "returned float64; allowed: integers"),
         (np.zeros((2, 2), np.int64), r"returned shape \(2, 2\); allowed: \[T, K\] = \(1, 2\)"),
-        (None, "returned object; allowed: integers"),
+        (None, "returned None; allowed: integers"),
+        ({0: 1}, "returned dict; allowed: integers"),
     ],
 )
 def test_an_answer_of_another_form_falsifies(returned: Any, message: str) -> None:
