@@ -119,5 +119,5 @@ class Ceilings:
         return max(terms)
 
 
-NOMINAL = Ceilings(0.75e15, 1.3e15, 30e12, 4.2e12, 3e-6)
-"""About an H200: for planning alone, before anything has been measured."""
+NOMINAL = Ceilings(0.79e15, 1.51e15, 44e12, 4.3e12, 5e-6)
+"""As measured on an H200 (benchmarks/results/profile_quick_*.jsonl): to plan by, before a run has its own."""

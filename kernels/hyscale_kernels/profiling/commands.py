@@ -55,8 +55,9 @@ def show_command(
                 ratios = context_plot.plot(file, context, unread)
             finally:
                 named(file, unread)
-        said = ", ".join(f"{ratio:.2f}x at {keys:,} keys" for keys, ratio in ratios)
-        Console(highlight=False, soft_wrap=True).print(f"{context}: HyTopK is {said}")
+        for dtype, places in ratios.items():
+            said = ", ".join(f"{ratio:.2f}x at {keys:,} keys" for keys, ratio in places)
+            Console(highlight=False, soft_wrap=True).print(f"{context}: HyTopK in {dtype} is {said}")
         if roofline is None and as_json is None and not points and op is None:
             raise typer.Exit(EXIT_FAILED if unread else 0)
     with refusing():

@@ -1,6 +1,7 @@
 """HyTopK and the pipeline that writes its scores, against context length, with the floor drawn.
 
-Read from a profile, or from the records of ``hyscale profile race``.
+Read from a profile, or from the records of ``hyscale profile race``. In a profile the pipeline's two parts,
+scores and selection, are measured apart: it is their sum.
 """
 
 import json
@@ -11,10 +12,22 @@ from typing import Any
 
 from hyscale_ref.profile import ProfileError, ProfilePoint, read_profile
 
-from .ceilings import NOMINAL
-from .ops.selection import selecting
+from .ops.selection import GLM, selecting
 
 OURS = "hytopk"
+DTYPES = ("fp8", "bf16")
+LEAST_ROWS = 512  # of a call that fills the GPU
+
+# TFLOP/s of the fastest products that were measured on an H200 (the shipped profile's; a single call each):
+# no floor that is drawn without a profile lies above them.
+FASTEST = {"fp8": 1573e12, "bf16": 830e12}
+
+# Who writes the scores of a rival that a profile has in parts, and its name. FlashInfer selects.
+SCORERS = {"fp8": "deepgemm", "bf16": "triton"}
+
+# HyTopK's and the rival's.
+COLOURS = {"fp8": ("#0072B2", "#D55E00"), "bf16": ("#009E73", "#E69F00")}
+LINES = {"fp8": "-", "bf16": "--"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Timed:
     ms: float
     low_ms: float
     high_ms: float
+    parts: int = 1  # measured apart and added
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class Curve:
 
 
 def from_file(path: Path, faults: list[str]) -> tuple[list[Timed], dict[str, float]]:
-    """What the file holds, and product rates by dtype (from its measured ceilings; a profile's alone).
+    """What the file holds, and the rate of its fastest product by dtype (a profile's alone).
 
     Bad lines are described in ``faults`` and passed over. ProfileError for a file that cannot be read.
     """
@@ -77,78 +91,93 @@ def from_race(records: Iterable[dict[str, Any]]) -> list[Timed]:
 
 
 def from_profile(points: Sequence[ProfilePoint]) -> tuple[list[Timed], dict[str, float]]:
-    """HyTopK and PyTorch's materialised pipeline, GLM-5.1's indexer, untrained scores."""
-    timed, rates = [], {}
-    for point in points:
-        if point.status != "ok" or point.median_us is None:
-            continue
-        shape, who = dict(point.shape), {OURS: OURS, "materialised_topk": "torch"}.get(point.op)
-        if point.op == "ceiling" and point.implementation == "gemm" and point.flops_per_s:
-            rates[point.dtype] = point.flops_per_s
-        usual = (shape.get("heads"), shape.get("dim"), shape.get("top_k")) == (32, 128, 2048)
-        if who and usual and point.regime == "untrained":
-            low, high = point.p20_us or point.median_us, point.p80_us or point.median_us
-            timed.append(
-                Timed(
-                    who,
-                    point.dtype,
-                    shape["rows"],
-                    shape["keys"],
-                    "",
-                    point.median_us / 1e3,
-                    low / 1e3,
-                    high / 1e3,
-                )
-            )
+    """HyTopK and its rivals, GLM-5.1's indexer, untrained scores: PyTorch's pipeline as a whole, and scores
+    with FlashInfer's selection as the sum of two points."""
+    found = {(p.op, p.implementation, p.dtype, p.regime, p.shape): p for p in points if p.status == "ok"}
+    rates: dict[str, float] = {}
+    timed = []
+    for (op, implementation, dtype, regime, sizes), point in found.items():
+        shape, dims = dict(sizes), {name: size for name, size in sizes if name not in ("rows", "keys")}
+        if (op == "gemm" or (op, implementation) == ("ceiling", "gemm")) and point.flops_per_s:
+            rates[dtype] = max(rates.get(dtype, 0.0), point.flops_per_s)
+        elif op in (OURS, "materialised_topk") and regime == "untrained" and dims == GLM:
+            timed.append(added(OURS if op == OURS else "torch", dtype, point))
+        elif (op, implementation, regime) == ("index_scores", SCORERS.get(dtype), ""):
+            selected = tuple(sorted({**shape, "top_k": GLM["top_k"]}.items()))
+            selected = tuple((name, size) for name, size in selected if name in ("rows", "keys", "top_k"))
+            second = found.get(("index_select", "flashinfer", "fp32", "untrained", selected))
+            if second is not None and {**dims, "top_k": GLM["top_k"]} == GLM:
+                timed.append(added(f"{implementation}+flashinfer", dtype, point, second))
     return timed, rates
 
 
-def plot(path: Path, out: Path, faults: list[str]) -> list[tuple[int, float]]:
-    """Draw the picture; returns (keys, how many times faster HyTopK is). Bad lines go to ``faults``.
+def added(who: str, dtype: str, *parts: ProfilePoint) -> Timed:
+    """Points measured apart as one contender: medians, p20 and p80 added up."""
+    shape = dict(parts[0].shape)
+    medians = [point.median_us or 0.0 for point in parts]
+    low = sum(point.p20_us or us for point, us in zip(parts, medians, strict=True))
+    high = sum(point.p80_us or us for point, us in zip(parts, medians, strict=True))
+    return Timed(
+        who, dtype, shape["rows"], shape["keys"], "", sum(medians) / 1e3, low / 1e3, high / 1e3, len(parts)
+    )  # fmt: skip
+
+
+def plot(path: Path, out: Path, faults: list[str]) -> dict[str, list[tuple[int, float]]]:
+    """Draw the picture; returns (keys, how many times faster HyTopK is) by dtype. Bad lines go to ``faults``.
 
     ValueError when the file has no shape that both HyTopK and a rival ran.
     """
     timed, rates = from_file(path, faults)
-    ours, rivals = pairs(timed)
-    if not rivals:
-        raise ValueError(f"{path}: no shape of at least 512 queries that both HyTopK and a rival ran")
-    rival, dtype = rivals[0].who, rivals[0].dtype
-    rates = rates or {"fp8": NOMINAL.fp8_flops or 0.0, "bf16": NOMINAL.bf16_flops or 0.0}
-    curves = [curve(f"{rival}, {dtype} (scores written)", "#D55E00", "s", "-", rivals)]
-    curves += [curve(f"HyTopK, {dtype}", "#0072B2", "o", "-", ours)]
-    other = "bf16" if dtype == "fp8" else "fp8"
-    alone = latest(item for item in timed if item.who == OURS and item.dtype == other and item.rows >= 512)
-    if alone:
-        curves.append(curve(f"HyTopK, {other}", "#56B4E9", "o", "--", alone))
-    floors = {
-        f"floor, {kind}: products at {rates[kind] / 1e12:,.0f} TFLOP/s": [
-            (item.keys, floor_us(item.keys, kind, rates[kind])) for item in found
-        ]
-        for kind, found in ((dtype, ours), (other, alone))
-        if found and kind in rates
-    }
-    ratios = [(mine.keys, theirs.ms / mine.ms) for mine, theirs in zip(ours, rivals, strict=True)]
+    rates = rates or FASTEST
+    curves, floors, ratios = [], {}, {}
+    for dtype in DTYPES:
+        ours, rivals = pairs(timed, dtype)
+        colour, other = COLOURS[dtype]
+        if rivals:
+            parts = ", sum of two parts timed apart" if rivals[0].parts > 1 else ", scores written"
+            curves.append(curve(f"{rivals[0].who}, {dtype}{parts}", other, "s", LINES[dtype], rivals))
+            ratios[dtype] = [(mine.keys, them.ms / mine.ms) for mine, them in zip(ours, rivals, strict=True)]
+        else:
+            alone = (t for t in timed if t.who == OURS and t.dtype == dtype and t.rows >= LEAST_ROWS)
+            ours = latest(alone)
+        if ours:
+            curves.append(curve(f"HyTopK, {dtype}", colour, "o", LINES[dtype], ours))
+        if ours and dtype in rates:
+            label = f"floor, {dtype}: products at {rates[dtype] / 1e12:,.0f} TFLOP/s"
+            floors[label] = [(item.keys, floor_us(item.keys, dtype, rates[dtype])) for item in ours]
+    if not ratios:
+        raise ValueError(
+            f"{path}: no shape of at least {LEAST_ROWS} queries that both HyTopK and a rival ran"
+        )
     from . import figures
 
     title = "The 2,048 best keys of each query: 32 heads of 128, random scores\n(bands: p20 to p80)"
-    figures.context(curves, floors, (ratios, f"{rival}\nover HyTopK"), title, out)
+    gains = [(dtype, COLOURS[dtype][0], LINES[dtype], places) for dtype, places in ratios.items()]
+    figures.context(curves, floors, gains, title, out)
     return ratios
 
 
-def pairs(timed: Sequence[Timed]) -> tuple[list[Timed], list[Timed]]:
-    """HyTopK and its rival at each context length, of the same race, dtype and shape; many rows first."""
-    ours = {(t.dtype, t.rows, t.keys, t.race): t for t in timed if t.who == OURS}
-    best: dict[int, tuple[Timed, Timed]] = {}
+def pairs(timed: Sequence[Timed], dtype: str) -> tuple[list[Timed], list[Timed]]:
+    """HyTopK and one rival at each context length, of the same race and shape; many rows first, the last
+    of as many. The rival is the one of most lengths, of several the fastest at the longest."""
+    ours = {(t.rows, t.keys, t.race): t for t in timed if t.who == OURS and t.dtype == dtype}
+    best: dict[str, dict[int, tuple[Timed, Timed]]] = {}
     for rival in timed:
-        mine = ours.get((rival.dtype, rival.rows, rival.keys, rival.race))
-        if rival.who == OURS or mine is None or rival.rows < 512:
+        mine = ours.get((rival.rows, rival.keys, rival.race))
+        if rival.who == OURS or rival.dtype != dtype or mine is None or rival.rows < LEAST_ROWS:
             continue
-        held = best.get(rival.keys)
-        if held is None or (rival.dtype == "fp8", rival.rows) >= (held[0].dtype == "fp8", held[0].rows):
-            best[rival.keys] = (mine, rival)
-    dtypes = {mine.dtype for mine, _ in best.values()}
-    kept = "fp8" if "fp8" in dtypes else next(iter(dtypes), "")
-    found = [best[keys] for keys in sorted(best) if best[keys][0].dtype == kept]
+        lengths = best.setdefault(rival.who, {})
+        if rival.keys not in lengths or rival.rows >= lengths[rival.keys][0].rows:
+            lengths[rival.keys] = (mine, rival)
+    if not best:
+        return [], []
+
+    def standing(lengths: dict[int, tuple[Timed, Timed]]) -> tuple[int, float]:
+        mine, rival = lengths[max(lengths)]
+        return len(lengths), mine.ms / rival.ms
+
+    chosen = max(best.values(), key=standing)
+    found = [chosen[keys] for keys in sorted(chosen)]
     return [mine for mine, _ in found], [rival for _, rival in found]
 
 
@@ -171,5 +200,5 @@ def curve(label: str, colour: str, marker: str, line: str, timed: Sequence[Timed
 
 def floor_us(keys: int, dtype: str, flops_per_s: float) -> float:
     """Microseconds that a query's scores need on tensor cores, alone."""
-    cost = selecting({"rows": 1, "keys": keys, "heads": 32, "dim": 128, "top_k": 2048}, dtype)
+    cost = selecting({"rows": 1, "keys": keys, **GLM}, dtype)
     return cost.tensor_flops / flops_per_s * 1e6

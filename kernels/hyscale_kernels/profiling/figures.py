@@ -110,11 +110,15 @@ def roofline(
 def context(
     curves: Sequence[Any],
     floors: Mapping[str, Sequence[tuple[int, float]]],
-    ratios: tuple[Sequence[tuple[int, float]], str],
+    gains: Sequence[tuple[str, str, str, Sequence[tuple[int, float]]]],
     title: str,
     path: Path,
 ) -> None:
-    """Time for each query against context length with its floor, and the speed-up below it."""
+    """Time for each query against context length with its floor, and the speed-ups below it.
+
+    gains: label, colour, line, places of each speed-up. Where there are several, the figure of the largest
+    stands above it and the others below theirs.
+    """
     with plt.rc_context(STYLE):
         figure, (upper, lower) = plt.subplots(
             2, 1, figsize=(8.6, 7.4), sharex=True, layout="constrained", height_ratios=(2.1, 1)
@@ -133,21 +137,30 @@ def context(
         upper.set(xscale="log", yscale="log", ylabel="µs for each query", title=title)
         upper.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         upper.legend(frameon=False, fontsize=10)
-        places, label = ratios
-        x, y = zip(*places, strict=True)
         lower.axhline(1.0, color="#333333", linewidth=1)
-        lower.plot(x, y, color=COLOURS[0], marker="o")
-        for place, ratio in places:
-            lower.annotate(
-                f"{ratio:.2f}×", (place, ratio), ha="center", va="bottom" if ratio >= 1 else "top",
-                xytext=(0, 6 if ratio >= 1 else -7), textcoords="offset points", fontsize=10,
-            )  # fmt: skip
+        tops: dict[int, float] = {}
+        for *_, gained in gains:
+            for place, ratio in gained:
+                tops[place] = max(ratio, tops.get(place, 0.0))
+        for label, colour, dashes, gained in gains:
+            x, y = zip(*gained, strict=True)
+            lower.plot(x, y, color=colour, linestyle=dashes, marker="o", label=label)
+            for place, ratio in gained:
+                above = ratio == tops[place]
+                lower.annotate(
+                    f"{ratio:.2f}×", (place, ratio), ha="center", va="bottom" if above else "top",
+                    xytext=(0, 6 if above else -7), textcoords="offset points", fontsize=10, color=colour,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+                )  # fmt: skip
+        most = max(ratio for *_, gained in gains for _, ratio in gained)
         lower.set(
             xscale="log",
-            ylabel=label,
+            ylabel="rival's time\nover HyTopK's",
             xlabel="context length (keys that each query sees)",
-            ylim=(0, max(max(y) * 1.25, 1.3)),
+            ylim=(0, max(most * 1.25, 1.3)),
         )
+        if len(gains) > 1:
+            lower.legend(frameon=False, fontsize=10, loc="lower right", ncols=len(gains))
         ticks = sorted({place for curve in curves for place, *_ in curve.places})
         lower.set_xticks(ticks, [tick_label(tick) for tick in ticks])
         lower.minorticks_off()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hyscale_kernels.profiling import ceilings, machine, ops, run_command, session
 from hyscale_kernels.profiling.commands import profile
 from hyscale_kernels.profiling.compare import Pair, compare
-from hyscale_kernels.profiling.context import from_race, pairs
+from hyscale_kernels.profiling.context import FASTEST, floor_us, from_profile, from_race, pairs
 from hyscale_kernels.profiling.op import Entry
 from hyscale_kernels.profiling.ranks import (
     SAMPLES,
@@ -32,6 +32,7 @@ from hyscale_ref.profile import ProfilePoint, as_shape, read_profile, write_prof
 
 ROOT = Path(__file__).parents[4]
 RACE = ROOT / "benchmarks" / "results" / "race_hytopk.jsonl"
+SHIPPED = ROOT / "simulator" / "hyscale_simulator" / "data" / "profiles" / "h200-own.jsonl.gz"
 
 POINT = ProfilePoint(
     op="gemm",
@@ -378,7 +379,7 @@ def test_times_against_context_are_drawn_from_the_recorded_races(
     said = capsys.readouterr().out
     assert "at 65,536 keys" in said
     records = [json.loads(line) for line in RACE.read_text().splitlines()]
-    ours, rivals = pairs(from_race(records))
+    ours, rivals = pairs(from_race(records), "fp8")
     assert [mine.keys for mine in ours] == [rival.keys for rival in rivals] == sorted(r.keys for r in rivals)
     for mine, rival in zip(ours, rivals, strict=True):
         assert (mine.race, mine.rows, mine.dtype) == (rival.race, rival.rows, rival.dtype)
@@ -415,9 +416,69 @@ def test_times_against_context_are_drawn_from_a_profile(tmp_path: Path) -> None:
     assert profile(["show", str(path), "--context", str(tmp_path / "c.svg")]) == 0
     text = (tmp_path / "c.svg").read_text()
     assert "18.00" in text  # times faster
-    assert "790 TFLOP/s" in text  # the floor's rate is the one that was measured
+    assert "790 TFLOP/s" in text  # the floor's rate is that of the fastest product of the file
+    faster = replace(POINT, shape=as_shape({"m": 1, "n": 2, "k": 3}), flops_per_s=8.1e14)
+    path = save(tmp_path / "r.jsonl", *CEILINGS, faster, *points)
+    assert profile(["show", str(path), "--context", str(tmp_path / "e.svg")]) == 0
+    assert "810 TFLOP/s" in (tmp_path / "e.svg").read_text()
     lonely = save(tmp_path / "q.jsonl", points[0])
     assert profile(["show", str(lonely), "--context", str(tmp_path / "d.png")]) == 2
+
+
+def test_a_rival_in_two_parts_is_their_sum_at_the_same_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(op: str, who: str, dtype: str, us: float, regime: str, **sizes: int) -> ProfilePoint:
+        return replace(
+            POINT, op=op, implementation=who, dtype=dtype, regime=regime, shape=as_shape(sizes),
+            median_us=us, p20_us=us - 1, p80_us=us + 2,
+        )  # fmt: skip
+
+    indexer = {"heads": 32, "dim": 128}
+    points = [
+        part("hytopk", "hytopk", "fp8", 3000.0, "untrained", rows=4096, keys=65536, top_k=2048, **indexer),
+        part("index_scores", "deepgemm", "fp8", 2300.0, "", rows=4096, keys=65536, **indexer),
+        part("index_select", "flashinfer", "fp32", 1150.0, "untrained", rows=4096, keys=65536, top_k=2048),
+        # Not its parts: told where rows start, another selection size, other rows, another scorer.
+        part("index_select", "flashinfer", "fp32", 1900.0, "untrained, row starts", rows=4096, keys=65536,
+             top_k=2048),
+        part("index_select", "flashinfer", "fp32", 900.0, "untrained", rows=4096, keys=65536, top_k=512),
+        part("index_select", "flashinfer", "fp32", 500.0, "untrained", rows=1024, keys=65536, top_k=2048),
+        part("index_scores", "triton", "fp8", 2500.0, "dense pass", rows=4096, keys=65536, **indexer),
+    ]  # fmt: skip
+    timed, _ = from_profile(points)
+    ours, (rival,) = pairs(timed, "fp8")
+    assert (rival.who, rival.ms, rival.low_ms, rival.high_ms) == ("deepgemm+flashinfer", 3.45, 3.448, 3.454)
+    assert [mine.ms for mine in ours] == [3.0]
+    assert pairs(timed, "bf16") == ([], [])
+    path = save(tmp_path / "p.jsonl", *points)
+    assert profile(["show", str(path), "--context", str(tmp_path / "c.svg")]) == 0
+    assert "HyTopK in fp8 is 1.15x at 65,536 keys" in capsys.readouterr().out
+    assert "sum of two parts timed apart" in (tmp_path / "c.svg").read_text()
+
+
+def test_no_product_that_was_measured_is_faster_than_the_floor_of_a_race() -> None:
+    timed = from_race([json.loads(line) for line in RACE.read_text().splitlines()])
+    for path in (SHIPPED, *sorted(RACE.parent.glob("profile_quick_*.jsonl"))):
+        found, rates = from_profile(read_profile(path))
+        assert rates.keys() == {"bf16", "fp8"}
+        assert all(rates[dtype] <= FASTEST[dtype] for dtype in rates), (path, rates)
+        timed += found
+    ours = [item for item in timed if item.who == "hytopk" and item.dtype in FASTEST]
+    assert len(ours) > 100
+    for item in ours:
+        assert 1e3 * item.ms > item.rows * floor_us(item.keys, item.dtype, FASTEST[item.dtype]), item
+
+
+def test_plans_assume_what_an_h200_was_measured_to_do() -> None:
+    for path in sorted(RACE.parent.glob("profile_quick_*.jsonl")):
+        point = {(p.implementation, p.dtype): p for p in read_profile(path) if p.op == "ceiling"}
+        nominal = ceilings.NOMINAL
+        assert nominal.bf16_flops == pytest.approx(point["gemm", "bf16"].flops_per_s, rel=0.06)
+        assert nominal.fp8_flops == pytest.approx(point["gemm", "fp8"].flops_per_s, rel=0.03)
+        assert nominal.lane_ops == pytest.approx(point["fma", "fp32"].flops_per_s, rel=0.03)
+        assert nominal.bytes == pytest.approx(point["copy", "bf16"].bytes_per_s, rel=0.03)
+        assert nominal.launch_s == pytest.approx(1e-6 * (point["launch", "fp32"].median_us or 0), rel=0.03)
 
 
 # compare
