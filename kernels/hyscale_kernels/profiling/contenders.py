@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ..baselines import materialised_topk, slab_topk
-from ..hytopk import hytopk
+from ..hytopk import dense_scores, hytopk
 from .cases import Case
 
 Call = Callable[[], torch.Tensor]
+TABLE_BYTES = 9e9  # of a chunk's float32 scores: the largest that DeepGEMM with FlashInfer ran well with
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,45 @@ def _slab(case: Case) -> Call:
     return lambda: slab_topk(case.q, case.k, case.w, case.top_k, **_arguments(case)).indices
 
 
-def _deepgemm_flashinfer(case: Case) -> Call:
-    """fp8 scores by DeepGEMM, deterministic smallest-index top-k by FlashInfer, in chunks of rows.
+def _chunks(case: Case) -> list[slice]:
+    """Rows of a table of at most TABLE_BYTES each."""
+    rows = max(1, min(case.rows, int(TABLE_BYTES / (4 * case.keys))))
+    return [slice(first, min(first + rows, case.rows)) for first in range(0, case.rows, rows)]
 
-    A chunk's float32 table is at most 9 GB, the largest that the two were seen to run well with. DeepGEMM
-    returns a view without the padding of its last row, and FlashInfer wants contiguous rows: one spare row
-    with an empty window makes the view of the others contiguous, at no cost. Told where rows
-    start, FlashInfer loads one score at a time: it is told only if some do not start at key 0.
+
+def _flashinfer(case: Case) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+    """FlashInfer's deterministic smallest-index top-k of some rows' scores, contiguous float32 [rows, S].
+
+    Told where rows start, it loads one score at a time: it is told only if some do not start at key 0.
+    """
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
+
+    from_zero = not bool(case.start.any())
+    lengths = case.end - case.start
+
+    def select(scores: torch.Tensor, part: slice) -> torch.Tensor:
+        chosen: torch.Tensor = flashinfer.top_k_ragged_transform(
+            scores, case.start[part], lengths[part], case.top_k, deterministic=True, tie_break=1,
+            row_starts=None if from_zero else case.start[part],
+        )  # fmt: skip
+        return chosen
+
+    return select
+
+
+def _deepgemm_flashinfer(case: Case) -> Call:
+    """fp8 scores by DeepGEMM, top-k by FlashInfer, in chunks of rows.
+
+    DeepGEMM returns a view without the padding of its last row, and FlashInfer wants contiguous rows: one
+    spare row with an empty window makes the view of the others contiguous, at no cost.
     """
     import deep_gemm  # type: ignore[import-not-found,unused-ignore]
-    import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
     def spare(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, torch.zeros_like(tensor[:1])])
 
-    rows = max(1, min(case.rows, int(9e9 / (4 * case.keys))))
-    from_zero = not bool(case.start.any())
-    parts = []
-    for first in range(0, case.rows, rows):
-        part = slice(first, min(first + rows, case.rows))
+    select, parts = _flashinfer(case), []
+    for part in _chunks(case):
         q = spare(case.q[part].view(torch.uint8)).view(case.q.dtype)
         parts.append((part, q, spare(case.w[part]), spare(case.start[part]), spare(case.end[part])))
     out = torch.empty(case.rows, case.top_k, dtype=torch.int32, device=case.q.device)
@@ -83,11 +104,22 @@ def _deepgemm_flashinfer(case: Case) -> Call:
         for part, q, w, start, end in parts:
             scores = deep_gemm.fp8_mqa_logits(q, (case.k, case.k_scale), w, start, end, clean_logits=False)
             full = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
-            first, last = start[:-1], end[:-1]
-            out[part] = flashinfer.top_k_ragged_transform(
-                full, first, last - first, case.top_k, deterministic=True, tie_break=1,
-                row_starts=None if from_zero else first,
-            )  # fmt: skip
+            out[part] = select(full, part)
+        return out
+
+    return call
+
+
+def _triton_flashinfer(case: Case) -> Call:
+    """16-bit scores by HyTopK's dense pass, written as a table, top-k by FlashInfer, in chunks of rows."""
+    select, parts = _flashinfer(case), _chunks(case)
+    out = torch.empty(case.rows, case.top_k, dtype=torch.int32, device=case.q.device)
+
+    def call() -> torch.Tensor:
+        for part in parts:
+            start, end = case.start[part], case.end[part]
+            scores = dense_scores(case.q[part], case.k, case.w[part], start=start, end=end)
+            out[part] = select(scores, part)
         return out
 
     return call
@@ -125,6 +157,13 @@ CONTENDERS = {
             ("fp8",),
             ("deep_gemm", "flashinfer"),
             _deepgemm_flashinfer,
+        ),
+        Contender(
+            "triton+flashinfer",
+            "scores written by this project's dense pass, FlashInfer deterministic top-k",
+            ("bf16", "fp16"),
+            ("flashinfer",),
+            _triton_flashinfer,
         ),
         Contender("cudnn", "cuDNN frontend scoring and top-k", ("bf16",), ("cudnn",), _cudnn),
     )

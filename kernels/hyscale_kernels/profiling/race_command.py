@@ -25,7 +25,7 @@ DEFAULTS = {
     "dtypes": "fp8,bf16",
     "regimes": "random",
     "windows": "full",
-    "rivals": "deepgemm+flashinfer,cudnn",
+    "rivals": "deepgemm+flashinfer,triton+flashinfer,cudnn",
 }
 
 

@@ -1,14 +1,20 @@
 """Races without a GPU: their inputs, the correctness gate, and what the command refuses."""
 
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from hyscale_kernels.profiling import contenders
 from hyscale_kernels.profiling.cases import REGIMES, Case, draw
 from hyscale_kernels.profiling.commands import profile
 from hyscale_kernels.profiling.contenders import CONTENDERS
@@ -122,6 +128,83 @@ def test_a_contender_says_why_it_cannot_run() -> None:
     assert CONTENDERS["cudnn"].obstacle(case("fp8")) == "takes bf16, not fp8"
     assert "deep_gemm" in str(CONTENDERS["deepgemm+flashinfer"].obstacle(case("fp8")))
     assert CONTENDERS["slab"].obstacle(case("fp8")) is None
+
+
+@pytest.fixture
+def rivals(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Pretended packages of the rivals, as strict as the real ones; what FlashInfer was given, in order."""
+    seen: list[dict[str, Any]] = []
+
+    def top_k_ragged_transform(
+        scores: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, top_k: int, **options: Any
+    ) -> torch.Tensor:
+        assert scores.is_contiguous()
+        assert (scores.dtype, offsets.dtype, lengths.dtype) == (torch.float32, torch.int32, torch.int32)
+        assert (options["deterministic"], options["tie_break"]) == (True, 1)
+        seen.append({"rows": scores.shape[0], **options})
+        first = options["row_starts"]
+        first = torch.zeros_like(lengths) if first is None else first
+        at = torch.arange(scores.shape[1])
+        inside = (at >= first[:, None]) & (at < (first + lengths)[:, None])
+        ranked = scores.masked_fill(~inside, float("-inf")).sort(dim=1, descending=True, stable=True)
+        chosen = ranked.indices[:, :top_k] - first[:, None] + offsets[:, None]
+        return chosen.masked_fill(torch.arange(top_k) >= lengths[:, None], -1).int()
+
+    def fp8_mqa_logits(
+        q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], w: torch.Tensor, start: torch.Tensor,
+        end: torch.Tensor, clean_logits: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        assert not clean_logits
+        k, scale = keys
+        scores = scored(q, k, w) * scale
+        padded = torch.full((scores.shape[0], (scores.shape[1] + 255) // 256 * 256), float("nan"))
+        padded[:, : scores.shape[1]] = scores
+        return padded[:, : scores.shape[1]]
+
+    for name, call in (("flashinfer", top_k_ragged_transform), ("deep_gemm", fp8_mqa_logits)):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        setattr(module, call.__name__, call)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(contenders, "dense_scores", lambda q, k, w, **windows: scored(q, k, w))
+    monkeypatch.setattr(contenders, "TABLE_BYTES", 4.0 * 300 * 16)  # 40 rows in chunks of 16, 16 and 8
+    return seen
+
+
+def scored(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("ths,th->ts", torch.einsum("thd,sd->ths", q.float(), k.float()).relu(), w.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("triton+flashinfer", "bf16"), ("triton+flashinfer", "fp16"), ("deepgemm+flashinfer", "fp8")],
+)
+@pytest.mark.parametrize("windows", ["full", "causal", "packed"])
+def test_a_table_is_written_in_chunks_and_selected_by_flashinfer(
+    rivals: list[dict[str, Any]], name: str, dtype: str, windows: str
+) -> None:
+    inputs = case(dtype, windows="causal" if windows == "causal" else "full")
+    if windows == "packed":  # two sequences; a row of the second selects nothing of the first
+        inputs = replace(
+            inputs, start=torch.arange(40, dtype=torch.int32).div(20, rounding_mode="floor") * 130
+        )
+        inputs = replace(inputs, end=inputs.start + torch.arange(40, dtype=torch.int32) + 1)
+    contender = CONTENDERS[name]
+    assert contender.obstacle(inputs) is None
+    call = contender.prepare(inputs)
+    assert objection(inputs, call()) is None
+    assert torch.equal(call(), call())
+    assert [given["rows"] for given in rivals[:3]] == [16, 16, 8]
+    told = [given["row_starts"] is not None for given in rivals]
+    assert set(told) == {windows == "packed"}
+
+
+def test_the_rival_of_16_bit_scores_needs_flashinfer_alone() -> None:
+    contender = CONTENDERS["triton+flashinfer"]
+    assert contender.obstacle(case("fp8")) == "takes bf16, fp16, not fp8"
+    assert contender.packages == ("flashinfer",)
+    if importlib.util.find_spec("flashinfer") is None:
+        assert "needs the package 'flashinfer'" in str(contender.obstacle(case("bf16")))
 
 
 @pytest.mark.parametrize(
