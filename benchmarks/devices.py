@@ -1,7 +1,9 @@
 """What a measuring script sets before torch starts, and what it says about where it ran."""
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import typer
@@ -22,25 +24,42 @@ def one_of(*allowed: str) -> Callable[[str | None], str | None]:
     return check
 
 
-def prepare(device: str | None) -> Literal["cpu", "cuda"]:
+def prepare(device: str | None, *, needs: str = "", gpus: int = 1) -> Literal["cpu", "cuda"]:
     """Call it in every process before torch and hyscale_kernels are imported; gives the device to use.
 
-    None: a GPU if there is one. A CPU runs the kernels in Triton's interpreter.
+    device: None for a GPU, or for what runs on either (``needs`` is ""): a GPU if there is one. A CPU runs
+    the kernels in Triton's interpreter.
+    needs: what was asked for, if it is too large for that. typer.Exit(3), after one line, where it was sent
+    to the CPU, or the machine has fewer than ``gpus`` GPUs.
     """
     os.environ.update(FIXED)
     for name, value in USUAL.items():
         os.environ.setdefault(name, value)
-    if device is None:
+    if device == "cpu" and needs:
+        raise _stop(f"{needs} needs a GPU; --device cpu is for tiny")
+    if device != "cpu":
         import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        return "cuda"
+        present = torch.cuda.device_count()
+        if present >= gpus:
+            return "cuda"
+        if device is not None or needs or present:
+            wanted = "a GPU" if gpus == 1 else f"{gpus} GPUs"
+            found = "none" if present == 0 else f"{present}"
+            raise _stop(
+                f"{needs or '--device cuda'} needs {wanted}, and PyTorch sees {found} on this machine"
+            )
     os.environ["TRITON_INTERPRET"] = "1"
     from hyscale_verify.interpreter import quicken
 
     quicken()
     return "cpu"
+
+
+def _stop(message: str) -> typer.Exit:
+    """Say why, and the exception that ends the script: the machine is not one to run it on."""
+    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
+    return typer.Exit(3)
 
 
 def header(commit: str, device: str) -> dict[str, Any]:

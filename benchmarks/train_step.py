@@ -11,9 +11,12 @@ of the equality that is looked at before anything is timed, to train_step_checks
 and train one set of parameters. "materialised" is the fastest of PyTorch with several sizes of the table and,
 where they are installed, DeepGEMM with FlashInfer; what was tried is in the record.
 
-Time, by an estimate for two layers of GLM-5.1 on an H200: a step of 128K tokens takes 4 to 5 s, materialised
-in PyTorch 10 to 15 s, so that 2 + 5 rounds of three modes take 3 minutes; 200K to 256K (--largest) take three
-times that, hence --budget: no round begins after it, and a round there takes a minute.
+Time, as measured for two layers of GLM-5.1 on an H200: a step of 64K tokens takes 1.9 s, one of 128K 3.8 to
+4.0 s, in every mode, where DeepGEMM and FlashInfer are installed; one of 256K on two GPUs 4.1 to 4.8 s. So 2
++ 5 rounds of three modes at 128K take a minute and a half, after some 20 s in which ways to materialise are
+tried, kernels compile and replay is held to equality. With PyTorch's table instead each of the step's four
+selections takes 7 s. No round begins after --budget; a round at the lengths that --largest finds takes three
+times as long.
 """
 
 import shutil
@@ -66,7 +69,7 @@ def main(
         str, Option(help="glm, small or tiny", callback=one_of("glm", "small", "tiny"))
     ] = "glm",
     device: Annotated[
-        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+        str | None, Option(help="cuda, or cpu for tiny; default: a GPU", callback=one_of("cpu", "cuda"))
     ] = None,
     gpus: Annotated[int, Option(min=1, help="ranks of the context-parallel group")] = 1,
     sequence: Annotated[list[int] | None, Option(help="tokens of a step; may be repeated")] = None,
@@ -99,7 +102,7 @@ def main(
     unknown = [mode for mode in only or () if mode not in MODES]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r}; allowed: {', '.join(MODES)}", param_hint="--only")
-    device = prepare(device)
+    device = prepare(device, needs="" if preset == "tiny" else f"--preset {preset}", gpus=gpus)
     plan = Plan(
         preset=preset, device=device, gpus=gpus, sequences=tuple(sequence or ()), largest=largest,
         modes=tuple(only or MODES), layers=layers, steps=steps, warmups=warmups, baseline=baseline,

@@ -52,7 +52,7 @@ def main(
         ),
     ] = "tiny",
     device: Annotated[
-        str | None, Option(help="cpu or cuda; default: a GPU if there is one", callback=one_of("cpu", "cuda"))
+        str | None, Option(help="cuda, or cpu for tiny; default: a GPU", callback=one_of("cpu", "cuda"))
     ] = None,
     sequence: Annotated[int | None, Option(help="bytes a step, in every phase")] = None,
     layers: Annotated[int | None, Option(help="of the model; default: as the preset has")] = None,
@@ -88,7 +88,7 @@ def main(
     save_every: Annotated[int, Option(min=0, help="steps between checkpoints; 0: at the end alone")] = 0,
     resume: Annotated[Path | None, Option(help="checkpoint to go on from")] = None,
 ) -> None:
-    device = device or _usual_device()
+    device = _device(device, preset)
     _prepare(device)
     import torch
 
@@ -218,10 +218,20 @@ def _line(stream: TextIO, record: dict[str, Any]) -> None:
     print(json.dumps(record), file=stream, flush=True)
 
 
-def _usual_device() -> str:
+def _device(wanted: str | None, preset: str) -> str:
+    """The device to train on. Only tiny fits a CPU, which runs the kernels in Triton's interpreter: the
+    others end here, exit code 3, where there is no GPU."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    fits = preset == "tiny"
+    if wanted != "cpu" and torch.cuda.is_available():
+        return "cuda"
+    if fits and wanted != "cuda":
+        return "cpu"
+    needs = "--device cuda" if fits else f"--preset {preset}"
+    found = "--device cpu is for tiny" if wanted == "cpu" else "PyTorch sees none on this machine"
+    print(f"train_dsa: {needs} needs a GPU: {found}", file=sys.stderr)
+    raise typer.Exit(3)
 
 
 def _prepare(device: str) -> None:

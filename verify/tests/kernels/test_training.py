@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from hyscale_kernels.layer import ContextParallel
@@ -471,6 +472,54 @@ def test_an_indexer_is_trained_and_captured(
     assert seen.provenance["run"]["text_sha256"] == record["run"]["text_sha256"]
     assert seen.layers[0].positions.tolist() == [4, 5, 6, 7]
     assert seen.layers[0].k.values.shape == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("train_dsa", ["--preset", "glm"], "--preset glm needs a GPU"),
+        ("train_dsa", ["--preset", "small", "--device", "cpu"], "--preset small needs a GPU"),
+        ("train_dsa", ["--device", "cuda"], "--device cuda needs a GPU"),
+        ("train_step", [], "--preset glm needs a GPU"),
+        ("train_step", ["--preset", "small", "--device", "cpu"], "--preset small needs a GPU"),
+        ("train_step", ["--gpus", "2", "--device", "cuda"], "--preset glm needs 2 GPUs"),
+        ("layer_gains", [], "--model deepseek-v3.2 needs a GPU"),
+        (
+            "layer_gains",
+            ["--model", "tiny", "--model", "glm-5.1", "--device", "cpu"],
+            "--model glm-5.1 needs",
+        ),
+        ("layer_gains", ["--model", "tiny", "--device", "cuda"], "--device cuda needs a GPU"),
+        ("trained_indexer", ["--device", "cpu"], "the model without --tiny needs a GPU"),
+        ("scaling", ["--ranks", "2"], "the model without --tiny needs 2 GPUs"),
+    ],
+)
+def test_without_a_gpu_what_needs_one_says_so_in_a_line_and_is_not_run_on_the_cpu(
+    name: str, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = script("examples" if name == "train_dsa" else "benchmarks", name, monkeypatch)
+    found = CliRunner().invoke(module.app, options)
+    assert found.exit_code == 3, found.output
+    assert found.output.count("\n") == 1
+    assert said in found.output
+
+
+def test_a_script_takes_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = script("benchmarks", "devices", monkeypatch)
+    for name in (*devices.FIXED, *devices.USUAL, "TRITON_INTERPRET"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))  # put back when the test ends
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.prepare(None, needs="glm", gpus=2) == "cuda"
+    assert devices.prepare(None) == "cuda"
+    assert devices.prepare("cpu") == "cpu"
+    for device in (None, "cuda"):
+        with pytest.raises(typer.Exit):
+            devices.prepare(device, gpus=4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert devices.prepare(None) == "cpu"
+    assert os.environ["TRITON_INTERPRET"] == "1"
 
 
 # Scaling.
