@@ -93,7 +93,7 @@ def k_is_a_prefix_of_k_plus_one(trial: Trial) -> None:
 def key_permutation(trial: Trial) -> None:
     """Permute the keys: the same scores are selected, and the same keys where the cut is no tie.
 
-    Scores are the target's own where it shows them: each must move with its key bit for bit.
+    Scores are the target's own where it shows them: each must move with its key bit for bit, NaN as NaN.
     """
     case = trial.case
     order = np.array(trial.draw(st.permutations(range(case.num_keys)), "key order"))
@@ -101,8 +101,10 @@ def key_permutation(trial: Trial) -> None:
     scores = trial.ranked()
     if "fused" in trial.target.offers and "dense" in trial.target.offers:
         again = trial.dense(moved)
-        if not np.array_equal(again.view(np.int32), scores[:, order].view(np.int32)):
-            t, j = (int(x) for x in np.argwhere(again.view(np.int32) != scores[:, order].view(np.int32))[0])
+        carried = scores[:, order]
+        changed = (again.view(np.int32) != carried.view(np.int32)) & ~(np.isnan(again) & np.isnan(carried))
+        if changed.any():
+            t, j = (int(x) for x in np.argwhere(changed)[0])
             raise FalsifiedError(
                 f"row {t} scores key {order[j]} {scores[t, order[j]]!r}, and {again[t, j]!r} at place {j}",
                 (t,),
