@@ -169,6 +169,9 @@ def _verify(
 def _mutants(
     matrix: Annotated[bool, typer.Option("--matrix", help="Run everything against every bug.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Only this bug; repeatable.")] = None,
+    by: Annotated[
+        list[str] | None, typer.Option("--property", help="Try them by this property alone; repeatable.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     profile: Annotated[str, typer.Option(help="How hard to look: quick, ci or deep.")] = "ci",
     seed: Annotated[int, typer.Option(parser=_integer, help="Seed of all draws.")] = 0,
@@ -190,26 +193,29 @@ def _mutants(
     where = _device(device)
     from hyscale_verify import runner
     from hyscale_verify.mutants import harness
-    from hyscale_verify.suite import MUTANTS
+    from hyscale_verify.suite import MUTANTS, PROPERTIES
 
     _one_of("--profile", profile, runner.PROFILES)
     _each_of("--only", only or [], [mutant.name for mutant in MUTANTS])
+    _each_of("--property", by or [], PROPERTIES)
     plan = runner.Plan("hytopk", where, profile, seed, shrink=False)
-    total = len(only or MUTANTS)
-    limit_s, processes = math.inf if matrix else limit, _jobs(where, 2 * total)
+    tasks = harness.tasks_of(plan, only or [], by or [], matrix, math.inf if matrix else limit)
+    if not tasks:
+        raise typer.BadParameter("--property: belongs to another part of the suite than the bugs of --only")
+    total, processes = len(tasks), _jobs(where, 2 * len(tasks))
     console, out = Console(stderr=True), _output(json)
     console.print(f"{total} planted bugs on {where}, profile {profile}, seed {seed}")
     fates: list[harness.Fate] = []
     interrupted = False
     try:
         with _progress(console, total) as advance:
-            for fate in harness.run_mutants(plan, only or [], matrix, limit_s, jobs or processes):
+            for fate in harness.run_mutants(tasks, jobs or processes):
                 fates.append(fate)
                 advance(fate.in_words())
     except KeyboardInterrupt:
         interrupted = True
     if json is not None:
-        write_json(json, harness.as_record(fates))
+        write_json(json, harness.as_record(fates, by or []))
     harness.print_fates(out, fates)
     if interrupted:
         out.print(f"interrupted after {len(fates)} of {total}")

@@ -29,12 +29,16 @@ PACKAGE = "hyscale_kernels"
 
 @dataclass(frozen=True)
 class Task:
-    """One bug to plant, whether to go on after its first kill, and the seconds after which to give up."""
+    """One bug to plant, whether to go on after its first kill, and the seconds after which to give up.
+
+    ``properties``: try these alone; all of the bug's part where none is named.
+    """
 
     mutant: Mutant
     plan: Plan
     everything: bool
     limit_s: float
+    properties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,27 +137,42 @@ def _ordered(task: Task) -> list[Unit]:
     part = next((each for each in PARTS if task.mutant in each.mutants), PARTS[0])
     units = []
     for prop in part.properties:
+        if task.properties and prop.name not in task.properties:
+            continue
         likely = prop.name in task.mutant.likely
         for place, regime in enumerate(prop.regimes):
             units.append(((not likely, place), Unit(task.plan, prop.name, regime)))
     return [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
 
 
-def run_mutants(
-    plan: Plan, names: Sequence[str], everything: bool, limit_s: float, jobs: int
-) -> Iterator[Fate]:
-    """Fates of the chosen bugs (all where none is named) as they are known."""
-    tasks = [Task(each, plan, everything, limit_s) for each in MUTANTS if not names or each.name in names]
+def tasks_of(
+    plan: Plan, names: Sequence[str], properties: Sequence[str], everything: bool, limit_s: float
+) -> list[Task]:
+    """The chosen bugs, all where none is named, that the chosen properties, all where none is named, try."""
+    chosen = [
+        Task(each, plan, everything, limit_s, tuple(properties))
+        for each in MUTANTS
+        if not names or each.name in names
+    ]
+    return [task for task in chosen if _ordered(task)]
+
+
+def run_mutants(tasks: Sequence[Task], jobs: int) -> Iterator[Fate]:
+    """Fates of the bugs as they are known."""
     for task, fate in run_tasks(try_mutant, tasks, jobs):
         yield Fate(task.mutant, (), (), (), cut_short=str(fate)) if isinstance(fate, Died) else fate
 
 
-def as_record(fates: Sequence[Fate]) -> dict[str, Any]:
-    """The report: every planted bug, what killed it and what let it live."""
+def as_record(fates: Sequence[Fate], properties: Sequence[str] = ()) -> dict[str, Any]:
+    """The report: every planted bug, what killed it and what let it live.
+
+    ``properties``: the only ones that tried, where not all of the suite did.
+    """
     place = {mutant.name: i for i, mutant in enumerate(MUTANTS)}
     ordered = sorted(fates, key=lambda fate: place[fate.mutant.name])
     killed = sum(fate.killed for fate in ordered)
     return {
+        **({"properties": list(properties)} if properties else {}),
         "mutants": [fate.record() for fate in ordered],
         "summary": {"killed": killed, "survived": len(ordered) - killed},
     }

@@ -4,7 +4,8 @@
     python -m hyscale_verify.mutants.matrix benchmarks/kill_matrix.json
 
 writes benchmarks/kill_matrix.md. Given more reports (of ``--only BUG``, say, after a bug was added), it takes
-their bugs into the first, in place of what that one had of them; bugs that the suite no longer has go.
+their bugs into the first, in place of what that one had of them; bugs that the suite no longer has go. Of a
+report of ``--property PROPERTY`` it takes what that property did, and leaves what is known of the others.
 """
 
 import json
@@ -98,11 +99,30 @@ def survives_random_normal(bug: dict[str, Any]) -> bool:
 
 
 def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report: of each bug of the suite what the last of ``records`` that has it says."""
-    latest = {bug["name"]: bug for record in records for bug in record["mutants"]}
+    """One report: of each bug of the suite what the last of ``records`` that has it says.
+
+    Raises ValueError where only some properties are known to have been tried on a bug.
+    """
+    latest: dict[str, dict[str, Any]] = {}
+    for record in records:
+        tried = record.get("properties")
+        for bug in record["mutants"]:
+            name = bug["name"]
+            if tried is not None and name not in latest:
+                raise ValueError(f"{name}: only {', '.join(tried)} tried it; run it without --property")
+            latest[name] = bug if tried is None else _tried_again(latest[name], bug, tried)
     bugs = [latest[mutant.name] for mutant in MUTANTS if mutant.name in latest]
     killed = sum(bool(bug["killed_by"]) for bug in bugs)
     return {"mutants": bugs, "summary": {"killed": killed, "survived": len(bugs) - killed}}
+
+
+def _tried_again(known: dict[str, Any], bug: dict[str, Any], tried: Sequence[str]) -> dict[str, Any]:
+    """What is known of a bug, with what the properties ``tried`` on it anew say now."""
+    fates = {
+        fate: [pair for pair in known[fate] if pair["property"] not in tried] + bug[fate]
+        for fate in ("killed_by", "survives")
+    }
+    return {**bug, **fates}
 
 
 def render(record: dict[str, Any]) -> str:

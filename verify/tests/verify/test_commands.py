@@ -178,6 +178,8 @@ def test_a_wrong_argument_of_verify_is_usage_and_named(
     ("argv", "message"),
     [
         (["--only", "no_such_bug"], "--only: 'no_such_bug'; allowed: causal_diagonal_lost"),
+        (["--property", "no_such"], "--property: 'no_such'; allowed: exact_set_of_exact_inputs"),
+        (["--property", "tie_rule", "--only", "ends_left_out"], "--property: belongs to another part"),
         (["--profile", "slow"], "--profile: 'slow'"),
         (["--device", "tpu"], "--device: 'tpu'"),
         (["--jobs", "-1"], "--jobs: -1"),
@@ -311,12 +313,22 @@ def test_mutants_reports_what_kills_a_bug(tmp_path: Path, capsys: pytest.Capture
     assert "2 of 2 planted bugs killed" in capsys.readouterr().out
 
 
+def test_bugs_are_tried_by_a_property_alone_and_the_report_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "mutants.json"
+    bugs = ("--only", "causal_diagonal_lost", "--only", "ends_left_out")
+    assert run("mutants", *bugs, "--property", "windows_left_out", "--matrix", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["properties"] == ["windows_left_out"]
+    (bug,) = report["mutants"]  # the other one belongs to another part of the suite
+    assert bug["name"] == "causal_diagonal_lost"
+    assert {pair["property"] for pair in bug["killed_by"] + bug["survives"]} == {"windows_left_out"}
+
+
 def test_a_surviving_bug_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def survive(plan: Any, names: Any, everything: bool, limit_s: float, jobs: int) -> Any:
-        mutant = next(each for each in harness.MUTANTS if each.name in names)
-        yield harness.Fate(mutant, (), (), ())
+    def survive(tasks: Any, jobs: int) -> Any:
+        yield from (harness.Fate(task.mutant, (), (), ()) for task in tasks)
 
     monkeypatch.setattr(harness, "run_mutants", survive)
     assert run("mutants", "--only", "nan_admitted") == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hyscale_verify.mutants import matrix
-from hyscale_verify.suite import MUTANTS, PROPERTIES
+from hyscale_verify.suite import MUTANTS, PARTS, PROPERTIES
 
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "kill_matrix.json"
 
@@ -53,6 +53,16 @@ def test_later_reports_replace_what_earlier_ones_say_and_old_bugs_go() -> None:
     assert found["summary"] == {"killed": 0, "survived": 2}
 
 
+def test_a_report_of_one_property_replaces_what_that_one_did() -> None:
+    killed = bug(FIRST, ("tie_rule", "constant"), ("returned_scores", "tie_rich"))
+    spared = {**bug(FIRST), "survives": [{"property": "tie_rule", "regime": "constant"}]}
+    (found,) = matrix.merged([record(killed), {**record(spared), "properties": ["tie_rule"]}])["mutants"]
+    assert found["killed_by"] == [{"property": "returned_scores", "regime": "tie_rich"}]
+    assert found["survives"] == spared["survives"]
+    with pytest.raises(ValueError, match=f"{SECOND}: only tie_rule tried it"):
+        matrix.merged([record(killed), {**record(bug(SECOND)), "properties": ["tie_rule"]}])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -87,3 +97,13 @@ def test_the_recorded_matrix_is_of_todays_suite_and_every_bug_is_killed() -> Non
     assert unexplained == []
     stale = [name for name in matrix.WHY_IT_STAYS if name in alone or name not in PROPERTIES]
     assert stale == []
+
+
+def test_every_property_that_runs_on_a_cpu_was_tried_on_the_bugs_of_its_part() -> None:
+    """A bug that crashes a property is in neither list of that property: a few may be missing."""
+    bugs = json.loads(RECORDED.read_text(encoding="utf-8"))["mutants"]
+    tried = {bug["name"]: {pair["property"] for pair in bug["killed_by"] + bug["survives"]} for bug in bugs}
+    for part in PARTS:
+        for prop in part.properties:
+            count = sum(prop.name in tried[mutant.name] for mutant in part.mutants)
+            assert prop.device == "cuda" or count >= 0.9 * len(part.mutants), prop.name
