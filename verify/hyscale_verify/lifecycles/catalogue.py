@@ -101,11 +101,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "the fingerprint does not see the windows' ends",
         WINDOWS,
     ),
+    _windows(
+        "rows_overwritten",
+        "total += tl.where(tl.arange(0, BLOCK) == 0, size",
+        "total = tl.where(tl.arange(0, BLOCK) == 0, size",
+        "the fingerprint is that of the numbers of rows and keys: it sees no window",
+        WINDOWS,
+    ),
     _policy(
         "record_not_kept",
         "        if operator in kept:\n            return CheckpointPolicy.MUST_SAVE\n",
         "        if operator in kept:\n            return CheckpointPolicy.PREFER_RECOMPUTE\n",
         "the policy recomputes the selection",
+        RECOMPUTED,
+    ),
+    _policy(
+        "policy_not_passed_on",
+        "use_reentrant=False, context_fn=contexts, **kwargs)",
+        "use_reentrant=False, **kwargs)",
+        "checkpoint_with_replay checkpoints without the policy: nothing is kept",
         RECOMPUTED,
     ),
     _tape(
@@ -173,6 +187,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "bytes in host memory are not accounted",
         LIFE,
     ),
+    _store(
+        "copy_on_the_device_kept",
+        "        self._store._count(self, near=-1, far=1)\n        self._near = None\n",
+        "        self._store._count(self, near=-1, far=1)\n",
+        "an offloaded record stays on the device as well, and leaves the account twice",
+        LIFE,
+    ),
     _record(
         "local_indices_taken_as_they_are",
         "keys = torch.where(used & (keys >= 0), keys + low[:, None], keys)",
@@ -180,11 +201,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "imported local coordinates are shifted by the first row's start",
         LIFE,
     ),
+    _record(
+        "imported_as_they_come",
+        "torch.iinfo(torch.int64).max).sort(dim=1).values",
+        "torch.iinfo(torch.int64).max)",
+        "imported indices are packed in the order in which they come",
+        LIFE,
+    ),
     _scores(
         "unused_place_scores",
         'return tl.where(used, score, tl.where(sound, float("-inf"), float("nan")))',
         'return tl.where(sound, score, float("nan"))',
         "unused places get the score of key 0",
+        SCORES,
+    ),
+    _scores(
+        "next_key_refused",
+        "fits & (index > left) &",
+        "fits & (index > left + 1) &",
+        "a key right after the one before it counts as out of order: its score is NaN",
         SCORES,
     ),
     _rows(

@@ -249,6 +249,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "neighbouring indices of a row are written in swapped order",
         "ascending_and_unique",
     ),
+    _rank(
+        "counts_in_seven_bits",
+        "    seen = tl.cumsum(over + (same << 16), axis=1)\n"
+        "    seen_above = above[:, None] + (seen & 0xFFFF)\n"
+        "    seen_equal = equal[:, None] + (seen >> 16)\n",
+        "    seen = tl.cumsum(over + (same << 7), axis=1)\n"
+        "    seen_above = above[:, None] + (seen & 0x7F)\n"
+        "    seen_equal = equal[:, None] + (seen >> 7)\n",
+        "128 keys of a block that are all better than the cut are counted as one tie",
+        "production_sizes",
+    ),
+    _select(
+        "tail_of_one_block",
+        "for i in range(tl.min(count), top_k, BLOCK):",
+        "for i in range(tl.min(count), tl.minimum(tl.min(count) + BLOCK, top_k), BLOCK):",
+        "of a long tail only the first block is written",
+        "production_sizes",
+    ),
     _select(
         "tail_begins_late",
         "tail = live[:, None] & (o_k >= count[:, None]) & (o_k < top_k)",

@@ -4,7 +4,11 @@ Rung 1, exact inputs: the oracle's set bit for bit. Rung 2: a stable sort of the
 certified intervals around float64 scores. Rung 4, metamorphic relations, is in ``relations.py``.
 """
 
+from dataclasses import replace
+from typing import TypeVar
+
 import numpy as np
+from hypothesis import strategies as st
 
 from hyscale_ref.bounds import (
     FLOAT32,
@@ -16,9 +20,9 @@ from hyscale_ref.bounds import (
 )
 from hyscale_ref.certified import ambiguous_fraction, certified_sets, judge
 from hyscale_verify.properties.base import FalsifiedError, Property, Trial, promise
-from hyscale_verify.properties.judge import expected, members, same_sets
-from hyscale_verify.strategies import EVERY, EXACT, TIES
-from hyscale_verify.targets import outside_windows
+from hyscale_verify.properties.judge import expected, members, same_bits, same_sets
+from hyscale_verify.strategies import EVERY, EXACT, TIES, cases
+from hyscale_verify.targets import Result, outside_windows
 
 
 @promise("exact", EXACT)
@@ -170,6 +174,67 @@ def short_rows_are_complete(trial: Trial) -> None:
             )
 
 
+V = TypeVar("V")
+Shapes = tuple[tuple[int, int], ...]
+
+INTERPRETED: Shapes = ((300, 3000), (2000, 5000), (2048, 9000), (4096, 6000))
+"""(K, S), smaller K first: of HyTopK they take both ways, by way of candidates and by a table."""
+
+COMPILED: Shapes = (
+    (129, 20000),
+    (257, 6000),
+    (512, 20000),
+    (1000, 3000),
+    (1025, 9000),
+    (2000, 20000),
+    (2048, 5000),
+    (2048, 20000),
+    (4096, 6000),
+    (4096, 20000),
+)
+"""The same where a call takes milliseconds: on a GPU, and for selectors, which are functions of a table."""
+
+
+def _nth(options: tuple[V, ...], i: int) -> tuple[V]:
+    """The i-th option alone, counted round and round."""
+    return (options[i % len(options)],)
+
+
+@promise(
+    "exact",
+    ("exact_integers", "tie_rich"),
+    share=0.03,
+    why_few="each example selects thousands of keys, at every size of a list",
+)
+def production_sizes(trial: Trial) -> None:
+    """Rung 1 at the sizes of models: K to 4096, powers of two or not, over thousands of keys, entry by entry.
+
+    Six rows see every key, more than K, K + 1, K, K - 1 and K / 2 of them. Indices, their order and their
+    tail, and counts must be the oracle's.
+    """
+    interpreted = trial.device == "cpu" and "fused" in trial.target.offers
+    space = trial.space
+    for i, (K, S) in enumerate(INTERPRETED if interpreted else COMPILED):
+        # Few examples are drawn, so that dtype, heads and head size take turns.
+        turn = replace(
+            space,
+            dtypes=_nth(space.dtypes, i),
+            heads=_nth(space.heads[:2], i),
+            dims=_nth(space.dims, i // 2),
+        )
+        lengths = np.array([S, (S + K) // 2, K + 1, K, K - 1, K // 2])
+        sized = cases(trial.case.regime, turn.exactly(len(lengths), S, K), ("full",))
+        case = trial.data.draw(sized, label=f"K={K}, S={S}")
+        where = np.random.default_rng(trial.data.draw(st.integers(0, 2**32 - 1), label="seed of the windows"))
+        start = where.integers(0, S - lengths, endpoint=True)
+        trial.case = case.with_(start=start.astype(np.int32), end=(start + lengths).astype(np.int32))
+        scores = trial.case.scores()
+        right, result = expected(trial.case, scores), trial.select()
+        same_sets(result, right.indices, scores, "the exact scores")
+        oracle = Result(right.indices.astype(np.int32), right.count.astype(np.int32))
+        same_bits(Result(result.indices, result.count), oracle, "the target against the oracle")
+
+
 PROPERTIES: tuple[Property, ...] = (
     exact_set_of_exact_inputs,
     exact_set_of_own_scores,
@@ -179,4 +244,5 @@ PROPERTIES: tuple[Property, ...] = (
     nan_never_selected,
     infinities_are_ordinary,
     short_rows_are_complete,
+    production_sizes,
 )

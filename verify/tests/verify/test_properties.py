@@ -98,6 +98,18 @@ def wrong_count(answer: Any) -> None:
     answer.count += 1
 
 
+def stop_at_forty(answer: Any) -> None:
+    """No more than 40 keys are selected, whatever K is."""
+    answer.indices[:, 40:] = -1
+    answer.count[...] = np.minimum(answer.count, 40)
+
+
+def write_one_block_of_the_tail(answer: Any) -> None:
+    """Beyond 128 entries of its tail a row ends in zeros."""
+    for row, n in zip(answer.indices, answer.count, strict=True):
+        row[n + 128 :] = 0
+
+
 def lose_infinity(answer: Any, t: int) -> None:
     """Leave out the last -inf."""
     chosen = answer.indices[t, : answer.count[t]]
@@ -213,6 +225,8 @@ FAULTS: list[tuple[str, Callable[[Any], None]]] = [
     ("infinities_are_ordinary", spoil_rows(lose_infinity)),
     ("infinities_are_ordinary", spoil_rows(better_than_the_last)),
     ("short_rows_are_complete", spoil_rows(drop_last)),
+    ("production_sizes", stop_at_forty),
+    ("production_sizes", write_one_block_of_the_tail),
     ("ascending_and_unique", spoil_rows(repeat_first)),
     ("tail_is_minus_one", bad_tail),
     ("as_many_as_there_are", wrong_count),
@@ -299,6 +313,24 @@ def test_any_selector_is_judged_on_the_set_and_on_the_form() -> None:
     for name in ("exact_set_of_own_scores", "tie_rule", "nan_never_selected"):
         assert set(verdicts(target, name).values()) == {HOLDS}, name
     assert FALSIFIED in verdicts(target, "ascending_and_unique").values()
+
+
+def at_most_1024(scores: torch.Tensor, top_k: int, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """A selector that drops what lies beyond 1024 keys, as kernels with a fixed buffer do."""
+    from hyscale_ref.topk import topk
+
+    indices = torch.full((len(scores), top_k), -1, dtype=torch.int32)
+    chosen = topk(scores.numpy(), min(top_k, 1024), start.numpy(), end.numpy()).indices
+    indices[:, : chosen.shape[1]] = torch.from_numpy(chosen)
+    return indices
+
+
+def test_a_selector_that_stops_at_1024_keys_is_found_at_the_first_larger_k() -> None:
+    target = Selector("at_most_1024", at_most_1024, "cpu")
+    verdict = judge(Unit(PLAN, "production_sizes", "tie_rich"), target)
+    assert verdict.verdict == FALSIFIED
+    assert "K=1025" in verdict.counterexample
+    assert set(verdicts(target, "exact_set_of_own_scores").values()) == {HOLDS}
 
 
 def rounded_scores(
