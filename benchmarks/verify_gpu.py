@@ -14,7 +14,7 @@ import torch
 from hyscale_kernels.provenance import environment
 from hyscale_verify.commands import verify
 
-PACKAGES = ("hytopk", "indexer", "replay")
+PACKAGES = ("hytopk", "indexer", "replay", "attention")
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Sparse latent attention: its promises, operators, modes, every refused argument, and its planted bugs."""
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from hyscale_kernels.attention import (
 from hyscale_kernels.attention.eager import eager_attention_mass, eager_sparse_mla
 from hyscale_kernels.hytopk.api import NAMESPACE
 from hyscale_kernels.profiling.timing import peak_extra_bytes
+from hyscale_kernels.provenance import source_hash
 from hyscale_ref import attention as reference
 from hyscale_ref.loss import attention_target
 from hyscale_verify.attention.catalogue import MUTANTS
@@ -434,3 +436,13 @@ def test_an_index_beyond_the_keys_is_refused_or_shows(inputs: Inputs) -> None:
     assert out[2].isnan().all()
     assert log_sum_exp[2].isnan().all()
     assert not out[:2].isnan().any()
+
+
+def test_the_recorded_times_are_of_these_sources() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "sparse_mla.jsonl"
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sum("target_tflops" in record for record in records) >= 2
+    assert all(record.get("holds", True) for record in records)
+    assert {record["source_hash"] for record in records} == {source_hash("attention")}, (
+        "the kernels have changed since they were measured; run benchmarks/sparse_mla.py on a GPU"
+    )
