@@ -34,12 +34,13 @@ def check_writable(path: Path | None) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
+def write_json(path: Path, record: Any, *, allow_nan: bool = True) -> None:
     """To a file, in one step: a reader sees the old one or the whole new one; to standard output for -.
 
-    A device or a pipe is written to, not replaced.
+    A device or a pipe is written to, not replaced. Without ``allow_nan`` such a number is a ValueError;
+    OSError names the path.
     """
-    text = json.dumps(record, indent=1) + "\n"
+    text = json.dumps(record, indent=1, allow_nan=allow_nan) + "\n"
     if to_standard_output(path):
         sys.stdout.write(text)
         return
@@ -50,5 +51,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
+    except OSError as error:  # of the file that was asked for, not of the one beside it
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)

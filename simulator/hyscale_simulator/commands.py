@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hyscale_ref.output import to_standard_output, write_json
 from hyscale_ref.profile import ProfileError
 from hyscale_simulator.descriptions import DescriptionError, find, schemas, shipped
 from hyscale_simulator.durations import MissingProfileError
@@ -24,9 +25,11 @@ from hyscale_simulator.model import Model
 from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario, load
 
-__all__ = ["output", "presets", "run_command", "setting", "simulate", "validate"]
+__all__ = ["Json", "output", "presets", "run_command", "setting", "simulate", "validate"]
 
 OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 
 TARGETS = {"mape_pct": 10.0, "worst_pct": 25.0, "bias_pct": 5.0, "spearman": 0.95}
 """What ``hyscale validate`` demands: mean, worst and signed error at most, rank correlation at least."""
@@ -58,9 +61,14 @@ def run_command(command: Callable[..., int], argv: list[str], name: str) -> int:
     return int(code or 0)
 
 
-def output() -> Console:
-    """Standard output: the terminal's width, or wide enough for every table where there is none."""
-    return Console(width=None if sys.stdout.isatty() else 140)
+def output(json_: Path | None = None) -> Console:
+    """Where tables go: standard output, or standard error where ``json_`` is - and has the other.
+
+    The terminal's width, or wide enough for every table where there is none.
+    """
+    aside = to_standard_output(json_)
+    terminal = (sys.stderr if aside else sys.stdout).isatty()
+    return Console(stderr=aside, width=None if terminal else 140)
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -88,7 +96,7 @@ def simulate(argv: list[str]) -> int:
             list[Path] | None,
             typer.Option(help="Your measurements, ahead of the shipped ones; may be repeated."),
         ] = None,
-        json_: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
+        json_: Json = None,
         trace: Annotated[
             Path | None, typer.Option(help="Write a Chrome trace (.json or .json.gz) that Perfetto opens.")
         ] = None,
@@ -121,11 +129,11 @@ def simulate(argv: list[str]) -> int:
         own = () if gpu in [find(Gpu, "gpus", name) for name in shipped("gpus")] else (gpu,)
         evaluate = evaluator(tuple(str(path) for path in profiles or []), own)
         result = evaluate(chosen, engine=engine)
-        show(result, output())
+        show(result, output(json_))
         if coverage:
-            show_coverage(result, output())
+            show_coverage(result, output(json_))
         if json_ is not None:
-            json_.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+            write_json(json_, result.to_json())
         if trace is not None:
             from hyscale_simulator.trace import write_trace
 
@@ -205,13 +213,13 @@ def presets(argv: list[str]) -> int:
         schema: Annotated[
             bool, typer.Option("--schema", help="Print the JSON schemas of all description files.")
         ] = False,
-        json_: Annotated[Path | None, typer.Option("--json", help="Write the list as JSON.")] = None,
+        json_: Json = None,
     ) -> int:
         """List the shipped scenarios, models, clusters and GPUs."""
         if schema:
             print(json.dumps(schemas((Scenario, Model, Cluster, Gpu)), indent=2))
             return OK
-        console = output()
+        console = output(json_)
         scenarios = Table("scenario", "model", "cluster", "GPUs", "tokens", "what", box=None, pad_edge=False)
         for name in shipped("scenarios"):
             item = load(name)
@@ -255,7 +263,7 @@ def presets(argv: list[str]) -> int:
             console.print()
         if json_ is not None:
             found = {folder: list(shipped(folder)) for folder in ("scenarios", "models", "gpus", "clusters")}
-            json_.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            write_json(json_, found)
         return OK
 
     return run_command(command, argv, "presets")
@@ -265,7 +273,7 @@ def validate(argv: list[str]) -> int:
     """``hyscale validate``."""
 
     def command(
-        json_: Annotated[Path | None, typer.Option("--json", help="Write the comparison as JSON.")] = None,
+        json_: Json = None,
         profiles: Annotated[
             list[Path] | None, typer.Option(help="Your measurements, ahead of the shipped.")
         ] = None,
@@ -297,7 +305,7 @@ def _measured(path: Path, profiles: tuple[str, ...], console: Console) -> tuple[
 def _compare(profiles: tuple[str, ...], json_: Path | None, steps: Path | None) -> int:
     from hyscale_simulator.validation import compare, compare_kernels, compare_memory, summarise
 
-    console = output()
+    console = output(json_)
     # Read first: a bad file is an error before the work.
     measured = _measured(steps, profiles, console) if steps is not None else None
     rows = compare(profiles)
@@ -377,7 +385,7 @@ def _compare(profiles: tuple[str, ...], json_: Path | None, steps: Path | None) 
                 "spearman": summary.spearman,
             },
         }  # fmt: skip
-        json_.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(json_, record)
     return OK if within else FAILED
 
 
@@ -412,9 +420,9 @@ def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
              "regime": measured.regime, "gpu": measured.gpu.name, "points": len(errors),
              "median_pct": median, "p90_pct": p90}
         )  # fmt: skip
-    console = output()
+    console = output(json_)
     console.print("Leave-one-shape-out: each measured shape predicted from its neighbours.")
     console.print(table)
     if json_ is not None:
-        json_.write_text(json.dumps({"tables": record}, indent=2) + "\n", encoding="utf-8")
+        write_json(json_, {"tables": record})
     return OK

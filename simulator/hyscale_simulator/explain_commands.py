@@ -4,7 +4,6 @@ Exit codes: 0 done, 2 usage or a bad description, 3 environment (a file that can
 interrupted (a sweep's finished points are kept).
 """
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hyscale_simulator.commands import OK, output, run_command, setting
+from hyscale_ref.output import write_json
+from hyscale_simulator.commands import OK, Json, output, run_command, setting
 from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.scenario import Scenario, load
 from hyscale_simulator.sweep import (
@@ -62,7 +62,7 @@ def explain(argv: list[str]) -> int:
         ] = None,
         set_: Set = None,
         profiles: Profiles = None,
-        json_: Annotated[Path | None, typer.Option("--json", help="Write the explanation as JSON.")] = None,
+        json_: Json = None,
         report: Annotated[
             Path | None, typer.Option("--report", help="Write a page (.html) that opens offline.")
         ] = None,
@@ -95,14 +95,14 @@ def explain(argv: list[str]) -> int:
                 command=_asked(argv),
                 progress=status,
             )
-        show(found, output())
+        show(found, output(json_))
         if json_ is not None:
-            json_.write_text(json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            write_json(json_, found.to_json(), allow_nan=False)
         if report is not None:
             from hyscale_simulator.report import page
 
             report.write_text(page(found), encoding="utf-8")
-            output().print(f"report: {report}", soft_wrap=True)
+            output(json_).print(f"report: {report}", soft_wrap=True)
         return OK
 
     return run_command(command, argv, "explain")
@@ -287,7 +287,7 @@ def plan(argv: list[str]) -> int:
         cache: Cache = None,
         executor_: Executor_ = "local",
         profiles: Profiles = None,
-        json_: Annotated[Path | None, typer.Option("--json", help="Write the search as JSON.")] = None,
+        json_: Json = None,
     ) -> int:
         """Search the legal layouts of a model on a cluster; show the best, and why others are refused."""
         from hyscale_simulator.executors import executor
@@ -303,7 +303,7 @@ def plan(argv: list[str]) -> int:
         journal = _journal(cache, None, files, Console(stderr=True))
         with closing(executor(executor_, sys.maxsize)) as run, _progress("layouts") as progress:
             found = search(base, goal, run, journal, profiles=files, top=top, progress=progress)
-        console = output()
+        console = output(json_)
         console.print(
             f"{base.name}: {found.tried:,} layouts tried on {base.gpus} GPUs; {found.ran:,} are legal and fit"
         )
@@ -331,7 +331,7 @@ def plan(argv: list[str]) -> int:
                 ],
                 "refused": [{"rule": r.rule, "count": r.count, "example": r.example} for r in found.refusals],
             }
-            json_.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            write_json(json_, record)
         return OK
 
     return run_command(command, argv, "plan")

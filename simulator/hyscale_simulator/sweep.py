@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hyscale_ref.output import to_standard_output
 from hyscale_simulator.descriptions import Description, DescriptionError
 from hyscale_simulator.durations import MissingProfileError
 from hyscale_simulator.evaluate import evaluator
@@ -317,7 +318,9 @@ def check_output(path: Path) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """:class:`DescriptionError` unless a file can be created or replaced at ``path``."""
+    """:class:`DescriptionError` unless a file can be created or replaced at ``path``; - always can."""
+    if to_standard_output(path):
+        return
     folder = path.parent
     if not folder.is_dir():
         raise DescriptionError(f"{option} {path}: the folder {folder} does not exist")

@@ -1,6 +1,7 @@
 """The commands: schemas, exit codes, and one message for each mistake."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,26 @@ def test_simulate_writes_its_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "tokens/s/GPU" in printed
     assert "selection" in printed
     assert "fits" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [(simulate, PRESET), (presets, []), (validate, ["--holdout"])],
+    ids=["simulate", "presets", "validate"],
+)
+def test_json_to_standard_output_stands_there_alone(
+    command: Callable[[list[str]], int],
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command([*arguments, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    assert printed.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_simulate_takes_a_file_changes_and_writes_a_trace(tmp_path: Path) -> None:
