@@ -221,19 +221,9 @@ def _flashinfer_topk(
     scores: torch.Tensor, top_k: int, start: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
     """FlashInfer's ragged top-k with its deterministic, smallest-index flags; ascending, then -1."""
-    flashinfer = importlib.import_module("flashinfer")
-    relative = flashinfer.top_k_ragged_transform(
-        scores.contiguous(),
-        offsets=start,
-        lengths=end - start,
-        k=top_k,
-        deterministic=True,
-        tie_break=1,
-        row_starts=start,
-    )
-    last = torch.iinfo(torch.int32).max
-    ordered = torch.where(relative < 0, last, relative).sort(dim=1).values
-    return torch.where(ordered == last, -1, ordered)
+    from hyscale_kernels.baselines.rivals import ascending, flashinfer_top_k
+
+    return ascending(flashinfer_top_k(scores.contiguous(), start, end - start, top_k, from_zero=False))
 
 
 BASELINES = {"materialised": "materialised_topk", "slab": "slab_topk"}

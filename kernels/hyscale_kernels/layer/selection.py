@@ -7,13 +7,12 @@ instead of selecting again.
 Shape letters: T rows, S keys, K = top_k.
 """
 
-import importlib
-
 import torch
 
 from .. import replay
 from ..baselines import materialised_topk
 from ..baselines.materialised import BYTES_PER_SCORE
+from ..baselines.rivals import TABLE_BYTES, ascending, deepgemm_scores, flashinfer_top_k, with_spare_row
 from ..baselines.scoring import NEVER, ordered_keys
 from ..hytopk import dense_scores, hytopk
 from ..replay import PackedSelection
@@ -26,9 +25,6 @@ Carrier = torch.Tensor | PackedSelection
 
 # The score, its ordered key, sorted with int64 indices, and the sort's own scratch.
 BYTES_PER_SORTED_SCORE = 32
-
-# The largest table that DeepGEMM and FlashInfer were seen to run well with.
-DEEPGEMM_TABLE_BYTES = 9 * 10**9
 
 
 def select(config: LayerConfig, scored: Scored, rows: Rows, timer: PartTimer | None = None) -> Carrier:
@@ -115,31 +111,17 @@ def _deepgemm_flashinfer(
     The loss wants ascending rows, which FlashInfer does not promise: ordering them is a part of its own,
     "ordering", so that it need not be held against the two. ModuleNotFoundError where they are missing.
     """
-    deep_gemm = importlib.import_module("deep_gemm")
-    flashinfer = importlib.import_module("flashinfer")
     indices = torch.empty((q.shape[0], top_k), dtype=torch.int32, device=q.device)
-    for block, keys in rows.blocks(max(1, DEEPGEMM_TABLE_BYTES // (4 * max(1, rows.num_keys)))):
+    for block, keys in rows.blocks(max(1, TABLE_BYTES // (4 * max(1, rows.num_keys)))):
         if keys == 0:
             indices[block] = -1
             continue
-        start, end = (_spare(each[block]) for each in rows.windows)
-        queries = _spare(q[block].view(torch.uint8)).view(q.dtype)
-        scores = deep_gemm.fp8_mqa_logits(
-            queries, (k[:keys], k_scale[:keys]), _spare(w[block]), start, end, clean_logits=False
+        start, end = (with_spare_row(each[block]) for each in rows.windows)
+        table = deepgemm_scores(
+            with_spare_row(q[block]), k[:keys], k_scale[:keys], with_spare_row(w[block]), start, end
         )
-        table = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
-        # Told where rows start, FlashInfer loads one score at a time: it is told only if it must be.
-        chosen = flashinfer.top_k_ragged_transform(
-            table, start[:-1], end[:-1] - start[:-1], top_k, deterministic=True, tie_break=1,
-            row_starts=start[:-1] if rows.packed else None,
-        )  # fmt: skip
-        del scores, table
+        chosen = flashinfer_top_k(table, start[:-1], end[:-1] - start[:-1], top_k, from_zero=not rows.packed)
+        del table
         with part(timer, "ordering"):
-            ordered = chosen.masked_fill(chosen < 0, keys).sort(dim=1).values
-            indices[block] = ordered.masked_fill(ordered == keys, -1)
+            indices[block] = ascending(chosen)
     return indices
-
-
-def _spare(values: torch.Tensor) -> torch.Tensor:
-    """One more row, which sees nothing: it makes DeepGEMM's padded table contiguous without its own."""
-    return torch.cat([values, torch.zeros_like(values[:1])])

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..baselines import materialised_topk, slab_topk
+from ..baselines.rivals import TABLE_BYTES, deepgemm_scores, flashinfer_top_k, with_spare_row
 from ..hytopk import dense_scores, hytopk
 from .cases import Case
 
 Call = Callable[[], torch.Tensor]
-TABLE_BYTES = 9e9  # of a chunk's float32 scores: the largest that DeepGEMM with FlashInfer ran well with
 
 
 @dataclass(frozen=True)
@@ -64,47 +64,29 @@ def _chunks(case: Case) -> list[slice]:
 
 
 def _flashinfer(case: Case) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-    """FlashInfer's deterministic smallest-index top-k of some rows' scores, contiguous float32 [rows, S].
-
-    Told where rows start, it loads one score at a time: it is told only if some do not start at key 0.
-    """
-    import flashinfer  # type: ignore[import-not-found,unused-ignore]
-
+    """FlashInfer's top-k of some rows' scores, contiguous float32 [rows, S]."""
     from_zero = not bool(case.start.any())
     lengths = case.end - case.start
 
     def select(scores: torch.Tensor, part: slice) -> torch.Tensor:
-        chosen: torch.Tensor = flashinfer.top_k_ragged_transform(
-            scores, case.start[part], lengths[part], case.top_k, deterministic=True, tie_break=1,
-            row_starts=None if from_zero else case.start[part],
-        )  # fmt: skip
-        return chosen
+        return flashinfer_top_k(scores, case.start[part], lengths[part], case.top_k, from_zero=from_zero)
 
     return select
 
 
 def _deepgemm_flashinfer(case: Case) -> Call:
-    """fp8 scores by DeepGEMM, top-k by FlashInfer, in chunks of rows.
-
-    DeepGEMM returns a view without the padding of its last row, and FlashInfer wants contiguous rows: one
-    spare row with an empty window makes the view of the others contiguous, at no cost.
-    """
-    import deep_gemm  # type: ignore[import-not-found,unused-ignore]
-
-    def spare(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, torch.zeros_like(tensor[:1])])
-
+    """fp8 scores by DeepGEMM, top-k by FlashInfer, in chunks of rows."""
+    assert case.k_scale is not None
+    k, k_scale = case.k, case.k_scale
     select, parts = _flashinfer(case), []
     for part in _chunks(case):
-        q = spare(case.q[part].view(torch.uint8)).view(case.q.dtype)
-        parts.append((part, q, spare(case.w[part]), spare(case.start[part]), spare(case.end[part])))
+        q, w, start, end = (with_spare_row(each[part]) for each in (case.q, case.w, case.start, case.end))
+        parts.append((part, q, w, start, end))
     out = torch.empty(case.rows, case.top_k, dtype=torch.int32, device=case.q.device)
 
     def call() -> torch.Tensor:
         for part, q, w, start, end in parts:
-            scores = deep_gemm.fp8_mqa_logits(q, (case.k, case.k_scale), w, start, end, clean_logits=False)
-            full = scores.as_strided((scores.shape[0] - 1, scores.stride(0)), (scores.stride(0), 1))
-            out[part] = select(full, part)
+            out[part] = select(deepgemm_scores(q, k, k_scale, w, start, end), part)
         return out
 
     return call

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hyscale_kernels.layer import Rows, selection
 from hyscale_kernels.profiling import contenders
 from hyscale_kernels.profiling.cases import REGIMES, Case, draw
 from hyscale_kernels.profiling.commands import profile
@@ -197,6 +198,22 @@ def test_a_table_is_written_in_chunks_and_selected_by_flashinfer(
     assert [given["rows"] for given in rivals[:3]] == [16, 16, 8]
     told = [given["row_starts"] is not None for given in rivals]
     assert set(told) == {windows == "packed"}
+
+
+@pytest.mark.parametrize("documents", [None, [0, 13, 40]])
+def test_the_layer_selects_by_the_same_calls(
+    rivals: list[dict[str, Any]], documents: list[int] | None
+) -> None:
+    cut = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    rows = Rows.of(40, cu_seqlens=cut)
+    drawn = case("fp8")
+    k, scale, (start, end) = drawn.k[:40], drawn.k_scale[:40], rows.windows
+    found = selection._deepgemm_flashinfer(drawn.q, k, drawn.w, scale, drawn.top_k, rows, None)
+    assert objection(replace(drawn, k=k, k_scale=scale, start=start, end=end), found) is None
+    held = found >= 0
+    assert (held[:, 1:] <= held[:, :-1]).all()
+    assert (found.diff(dim=1) > 0)[held[:, 1:]].all()
+    assert {given["row_starts"] is not None for given in rivals} == {documents is not None}
 
 
 def test_the_rival_of_16_bit_scores_needs_flashinfer_alone() -> None:

@@ -7,6 +7,7 @@ Shapes: ``rows`` and ``width`` elements of each, or ``top_k`` selected keys.
 import torch
 from torch.nn import functional
 
+from ...baselines.rivals import ascending
 from ...layer.rotary import rotate_first
 from ...quantize import quantize
 from .. import fused
@@ -19,19 +20,12 @@ HEAD = 128  # elements of an index query's head, the first fused.ROTARY of which
 KEYS = 65536  # that a selection is drawn from
 
 
-def in_order(chosen: torch.Tensor, keys: int) -> torch.Tensor:
-    """Rows of selected keys, int32 [rows, top_k] in any order, as the layer's loss wants them: ascending, -1
-    at the tail. The same operators as in layer/selection.py, after FlashInfer."""
-    ordered = chosen.masked_fill(chosen < 0, keys).sort(dim=1).values
-    return ordered.masked_fill(ordered == keys, -1)
-
-
 def index_order() -> Op:
     def build(inputs: Draw, shape: Shape) -> Work:
         rows, top_k = shape["rows"], shape["top_k"]
         shuffle = inputs.uniform(rows, top_k).argsort(dim=1)
         chosen = inputs.selection(rows, KEYS, top_k).gather(1, shuffle)
-        return Work(lambda: in_order(chosen, KEYS))
+        return Work(lambda: ascending(chosen))
 
     def cost(shape: Shape) -> Cost:
         """Each index read and written once; a merge sort compares it once for each doubling of the row."""

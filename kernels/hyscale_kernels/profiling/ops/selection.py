@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...baselines import materialised_topk
+from ...baselines.rivals import flashinfer_top_k
 from ...hytopk import dense_scores, hytopk
 from ..cases import Case, draw
 from ..op import BYTES, Cost, Draw, Op, Shape, Work, chained, grid
@@ -242,17 +243,11 @@ def flashinfer_select() -> Op:
     """FlashInfer's deterministic top-k of a table, where it is installed."""
 
     def build(inputs: Draw, shape: Shape) -> Work:
-        import flashinfer  # type: ignore[import-not-found,unused-ignore]
-
         rows, keys = shape["rows"], shape["keys"]
         scores = inputs.normal(rows, keys, dtype="fp32")
         first = torch.zeros(rows, dtype=torch.int32, device=inputs.device)
         length = torch.full_like(first, keys)
-        return Work(
-            lambda: flashinfer.top_k_ragged_transform(
-                scores, first, length, shape["top_k"], deterministic=True, tie_break=1
-            )
-        )
+        return Work(lambda: flashinfer_top_k(scores, first, length, shape["top_k"], from_zero=True))
 
     torchs = top_k_of_table("untrained")
     # Blocks of a causal sequence of 64K and 256K tokens see half of its keys on average.

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hyscale_kernels.baselines.rivals import ascending
 from hyscale_kernels.profiling import ceilings, fused
 from hyscale_kernels.profiling.ceilings import Ceilings
 from hyscale_kernels.profiling.op import Draw, Op, grid
 from hyscale_kernels.profiling.ops import ALL, FAMILIES
-from hyscale_kernels.profiling.ops.eager import in_order
 from hyscale_kernels.profiling.ops.moe import counts
 from hyscale_kernels.profiling.ops.selection import case
 from hyscale_kernels.profiling.ops.stages import Stages
@@ -179,7 +179,7 @@ def test_selected_keys_are_put_in_order() -> None:
     """As layer/selection.py leaves them: ascending, what is missing at the tail."""
     chosen = torch.tensor([[7, -1, 0, 3], [5, 4, 2, 9], [-1, -1, -1, -1]], dtype=torch.int32)
     wanted = torch.tensor([[0, 3, 7, -1], [2, 4, 5, 9], [-1, -1, -1, -1]], dtype=torch.int32)
-    found = in_order(chosen, 10)
+    found = ascending(chosen)
     assert torch.equal(found, wanted)
     assert found.dtype == torch.int32
 
