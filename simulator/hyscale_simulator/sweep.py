@@ -10,7 +10,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hyscale_ref.output import to_standard_output
+from hyscale_ref import output
 from hyscale_simulator.descriptions import Description, DescriptionError
 from hyscale_simulator.durations import MissingProfileError
 from hyscale_simulator.evaluate import evaluator
@@ -318,11 +317,8 @@ def check_output(path: Path) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """:class:`DescriptionError` unless a file can be created or replaced at ``path``; - always can."""
-    if to_standard_output(path):
-        return
-    folder = path.parent
-    if not folder.is_dir():
-        raise DescriptionError(f"{option} {path}: the folder {folder} does not exist")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise DescriptionError(f"{option} {path}: cannot be written")
+    """:class:`DescriptionError`, naming the option, for a path that a result cannot be written to."""
+    try:
+        output.check_writable(path)
+    except ValueError as error:
+        raise DescriptionError(f"{option} cannot be written: {error}") from None
