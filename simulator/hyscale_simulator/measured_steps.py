@@ -39,7 +39,7 @@ STEP_PCT, SPEEDUP_PCT = 10.0, 5.0
 Mode = Literal["materialised", "hytopk", "hytopk+replay"]
 
 DEEPGEMM_TABLE_BYTES = 9 * 10**9
-"""Score table of the trainer's DeepGEMM path (hyscale_kernels/layer/selection.py)."""
+"""Score table of the trainer's DeepGEMM path (hyscale_kernels/baselines/rivals.py)."""
 
 PARTS: tuple[tuple[str, str], ...] = (
     ("index.", "indexer projections"),

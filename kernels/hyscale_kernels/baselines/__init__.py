@@ -1,4 +1,7 @@
-"""Rivals of HyTopK in plain PyTorch: both write scores to memory, a chunk of rows at a time."""
+"""Rivals of HyTopK: they write scores to memory, a chunk of rows at a time.
+
+Here those in plain PyTorch; rivals.py calls public packages, where they are installed.
+"""
 
 from .materialised import materialised_topk
 from .scoring import Selected

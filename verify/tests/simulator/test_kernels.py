@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyscale_simulator.kernels import OPS, Kernel, kernel, record_bits, sampled_keys
+from hyscale_simulator.measured_steps import DEEPGEMM_TABLE_BYTES
 
 
 class Counter:
@@ -209,3 +210,8 @@ def test_work_never_shrinks_with_size(op: str, axis: str) -> None:
     large_cost = Kernel(op, "bf16", tuple(sorted((shape | {axis: 512}).items()))).cost
     assert large_cost.tensor_flops >= small_cost.tensor_flops
     assert large_cost.vector_slots >= small_cost.vector_slots
+
+
+def test_deepgemm_s_table_is_the_layer_s() -> None:
+    rivals = pytest.importorskip("hyscale_kernels.baselines.rivals")
+    assert DEEPGEMM_TABLE_BYTES == rivals.TABLE_BYTES

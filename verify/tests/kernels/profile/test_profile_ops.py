@@ -176,7 +176,7 @@ def test_a_drawn_selection_is_one() -> None:
 
 
 def test_selected_keys_are_put_in_order() -> None:
-    """As layer/selection.py leaves them: ascending, what is missing at the tail."""
+    """As the layer's loss wants them: ascending, what is missing at the tail."""
     chosen = torch.tensor([[7, -1, 0, 3], [5, 4, 2, 9], [-1, -1, -1, -1]], dtype=torch.int32)
     wanted = torch.tensor([[0, 3, 7, -1], [2, 4, 5, 9], [-1, -1, -1, -1]], dtype=torch.int32)
     found = ascending(chosen)
