@@ -276,6 +276,8 @@ def test_a_signal_ends_a_run_with_its_processes_and_leaves_the_report(
         cwd=tmp_path,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         text=True,
+        # What a shell starts in the background, and all that it starts, ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     assert "units" in process.stderr.readline()
