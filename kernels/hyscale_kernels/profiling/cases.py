@@ -19,6 +19,7 @@ REGIMES = {
     "plateau": "non-negative queries, 60 % of keys non-positive, negative weights: the best scores are all 0",
     "constant": "one key, repeated",
     "sorted": "scores that rise with the key index",
+    "periodic": "every 32nd key scores twice as high: the stride at which HyTopK samples 65,536 keys",
     "spike": "one key far above all others",
 }
 CAPTURED = "captured"  # not drawn: a small trained indexer's own, see ``captured_case``
@@ -107,6 +108,10 @@ def draw(
     elif regime == "sorted":
         q, w = q.abs(), w.abs()
         k = k[:1].abs() * torch.linspace(0.1, 1.0, S, device=device)[:, None]
+    elif regime == "periodic":
+        q, w = q.abs(), w.abs()
+        level = torch.where(torch.arange(S, device=device) % 32 == 0, 1.0, 0.5)
+        k = k[:1].abs() * (level * (1.0 + 0.1 * uniform(S)))[:, None]
     elif regime == "spike":
         k[S // 3] *= 50.0
     k_scale = None

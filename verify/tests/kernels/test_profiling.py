@@ -49,6 +49,11 @@ def test_the_exact_selection_passes_the_gate_in_any_order(dtype: str, regime: st
     assert objection(inputs, indices.flip(1)) is None
 
 
+def test_periodic_scores_are_best_at_a_stride() -> None:
+    inputs = replace(case(regime="periodic", windows="full"), top_k=10)
+    assert (best(inputs).sort(dim=1).values == torch.arange(0, 300, 32)).all()
+
+
 def test_the_gate_stops_a_wrong_member() -> None:
     inputs = case(windows="full")
     indices = best(inputs)

@@ -30,6 +30,7 @@ from hyscale_kernels.training import (
     draw,
     library_text,
     load,
+    measure,
     save,
 )
 from hyscale_kernels.training.measure import Baseline, best_baseline, in_turns, longest
@@ -436,6 +437,24 @@ def test_the_best_way_to_materialise_is_one_that_was_tried() -> None:
     assert found.selection == "materialised"
     assert found.table_bytes in (2**12, 2**20)
     assert len(found.tried) == 2
+
+
+def test_a_way_to_materialise_far_behind_the_best_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {
+        1: [50.0, 2.0, 3.0],
+        2: [8.0],
+        3: [7.9, 1.5, 9.0],
+        4: [6.1],
+    }  # ms of each run, by the table's size
+
+    def timed(call: Any, device: torch.device) -> float:
+        return took[call.args[0].table_bytes].pop(0)
+
+    monkeypatch.setattr(measure, "_timed", timed)
+    found = best_baseline(TINY.decoder().layer, 64, CPU, tables=(1, 2, 3, 4), rivals=False)
+    assert list(found.tried.values()) == [2.0, 8.0, 1.5, 6.1]
+    assert found.table_bytes == 3
+    assert not any(took.values())
 
 
 # The scripts that measure.
