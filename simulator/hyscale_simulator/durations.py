@@ -21,7 +21,7 @@ HOWS: tuple[How, ...] = ("measured", "interpolated", "projected", "assumed")
 
 # Relative standard error by provenance; the command ``hyscale validate`` prints what supports each.
 MEASURED = 0.03  # repeatability of two runs on different boards
-INTERPOLATED = 0.06  # leave-one-shape-out, median of the worst table
+INTERPOLATED = 0.06  # leave-one-shape-out: the most that the median of a table may be
 PROJECTED = 0.12  # published H20 kernels against their projection from an H200
 STREAMED = 0.15  # streaming kernels of training frameworks at the copy rate
 STRETCHED = 0.15  # added beyond twice the measured range

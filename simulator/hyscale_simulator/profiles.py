@@ -1,19 +1,21 @@
-"""Measured tables: kernels by shape, looked up exactly or interpolated as a multiple of their own roofline.
+"""Measured tables: kernels by shape, looked up exactly or interpolated by their own roofline.
 
-A table holds one op, implementation, dtype and regime on one GPU.  What is interpolated is time over floor
-(see :mod:`hyscale_simulator.roofline`), piecewise linear, so a measured point comes back exactly and a curve
-that only follows the work is flat.  Beyond the last point the ratio is held: utilisation, never latency.
+A table holds one op, implementation, dtype and regime on one GPU.  Between two points, time is a straight
+line in its floor (see :mod:`hyscale_simulator.roofline`): a fixed part, and a part that grows with the work.
+Beyond the last point the ratio of the two is held: utilisation, never latency.
 """
 
 import bisect
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 from hyscale_ref.profile import ProfilePoint, Shape, as_shape, best_of, merge_profiles, read_profile
 from hyscale_simulator import network
@@ -23,11 +25,6 @@ from hyscale_simulator.kernels import OPS, Kernel
 from hyscale_simulator.roofline import floor_us
 
 __all__ = ["Lookup", "Profiles", "Table", "load_profiles"]
-
-
-QUANTILE = 0.55
-"""Which of the neighbours' ratios predicts a jagged table's shape.  Slow outliers are more frequent than fast
-ones, so the median is 2 % too fast on average, held out; at this quantile the mean error vanishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,14 @@ class Lookup:
     source: str
     nearest: Kernel
     """The measured call that says most about it."""
+
+
+class _Ratio(NamedTuple):
+    """Time over floor, how far outside the table, and a point it came from."""
+
+    ratio: float
+    stretch: float
+    point: ProfilePoint
 
 
 class _Node:
@@ -77,7 +82,7 @@ class Table:
                     f"profile point {self.op} on {point.device}: shape has no {missing[0]!r}; "
                     f"needed: {', '.join(self.axes)}"
                 )
-            rows.setdefault(tuple(shape[axis] for axis in self.axes), point)
+            rows.setdefault(self._position(shape), point)
         self.rows = rows
         self._grid = _grid(sorted(rows), 0, rows)
         self._coordinates = [sorted({row[axis] for row in rows}) for axis in range(len(self.axes))]
@@ -93,134 +98,140 @@ class Table:
             return Lookup(point.median_us, True, 1.0, _spread(point), _origin(point), call)
         return self._interpolate(call)
 
-    def without(self, shape: Shape) -> "Table":
-        """The same table with one shape left out, for held-out checks."""
-        return Table(self.gpu, [point for key, point in self.points.items() if key != shape])
+    def without(self, position: tuple[int, ...]) -> "Table":
+        """The same table with one position of its axes left out, for held-out checks."""
+        left = [point for point in self.points.values() if self._position(dict(point.shape)) != position]
+        return Table(self.gpu, left)
+
+    def held_out(self) -> list[tuple[Shape, float]]:
+        """Leave one shape out, look it up in the rest: (shape, predicted / measured - 1) for each.
+
+        Only shapes between two others along some axis: elsewhere the rest is extrapolated.
+        """
+        ends: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for row in self.rows:
+            for axis, x in enumerate(row):
+                ends.setdefault((axis, (*row[:axis], *row[axis + 1 :])), []).append(x)
+        errors = []
+        for row, point in self.rows.items():
+            lines = (ends[axis, (*row[:axis], *row[axis + 1 :])] for axis in range(len(row)))
+            if not any(min(line) < x < max(line) for x, line in zip(row, lines, strict=True)):
+                continue
+            # A jagged table's neighbours of a shape never include the shape itself.
+            rest = self if OPS[self.op].jagged else self.without(row)
+            found = rest._interpolate(Kernel(point.op, point.dtype, point.shape))
+            assert point.median_us is not None
+            errors.append((point.shape, found.us / point.median_us - 1))
+        return errors
+
+    def _position(self, shape: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(shape[axis] for axis in self.axes)
 
     def _interpolate(self, call: Kernel) -> Lookup:
         shape = dict(call.shape)
-        position = tuple(shape[axis] for axis in self.axes)
-        if OPS[self.op].jagged:
-            ratio, stretch, nearest = self._median(position)
-        else:
-            ratio, stretch, nearest = self._ratio(self._grid, position, 0)
-        measured = Kernel(nearest.op, nearest.dtype, nearest.shape)
-        us = ratio * floor_us(call, self.gpu)
-        return Lookup(us, False, stretch, _spread(nearest), _origin(nearest), measured)
+        found = self._median(shape) if OPS[self.op].jagged else self._ratio(self._grid, shape, 0)
+        point = found.point
+        measured = Kernel(point.op, point.dtype, point.shape)
+        us = found.ratio * self._floor_us(shape)
+        return Lookup(us, False, found.stretch, _spread(point), _origin(point), measured)
 
-    def _median(self, position: tuple[int, ...]) -> tuple[float, float, ProfilePoint]:
-        """As :meth:`_ratio`, by (about) the median of the points up to two steps away along each axis.
+    def _floor_us(self, shape: Mapping[str, int]) -> float:
+        return floor_us(Kernel(self.op, self.dtype, as_shape(shape)), self.gpu)
 
-        The other axes are held at the position's coordinate, or at both that enclose it.
+    def _measured(self, point: ProfilePoint) -> _Ratio:
+        assert point.median_us is not None
+        return _Ratio(point.median_us / self._floor_us(dict(point.shape)), 1.0, point)
+
+    def _median(self, shape: dict[str, int]) -> _Ratio:
+        """By the median of the points up to two steps away along each axis.
+
+        The other axes are held at the shape's coordinate, or at both that enclose it.  The last axis (a
+        product's k) counts twice: the blocks of the result, and how many waves of them there are, stay.
         """
         held, near, stretch = [], [], 1.0
-        for axis, x in enumerate(position):
-            line = self._coordinates[axis]
+        for line, axis in zip(self._coordinates, self.axes, strict=True):
+            x = shape[axis]
             at = bisect.bisect_left(line, x)
             exact = at < len(line) and line[at] == x
             near.append([*line[max(at - 2, 0) : at], *line[at + exact : at + exact + 2]])
             held.append([x] if exact else [*line[max(at - 1, 0) : at], *line[at : at + 1]])
-            if not exact and (at == 0 or (at == len(line) and self.axes[axis] not in self.additive)):
+            if not exact and (at == 0 or (at == len(line) and axis not in self.additive)):
                 edge = line[min(at, len(line) - 1)]
                 stretch = max(stretch, max(x, edge) / max(min(x, edge), 1))
-        found = [self.rows[place] for place in _crossing(held, near) if place in self.rows]
+        lines = [itertools.product(*held[:axis], near[axis], *held[axis + 1 :]) for axis in range(len(held))]
+        places = [*dict.fromkeys(itertools.chain(*lines)), *itertools.product(*held[:-1], near[-1])]
+        found = sorted(
+            (self._measured(self.rows[place]) for place in places if place in self.rows),
+            key=lambda item: item.ratio,
+        )
         if not found:  # a hole in the grid
-            ratio, far, point = self._ratio(self._grid, position, 0)
-            return ratio, max(stretch, far), point
-        ratios = sorted((self._ratio(point, position, 0)[0], at) for at, point in enumerate(found))
-        place = QUANTILE * (len(ratios) - 1)
-        low, share = int(place), place % 1
-        ratio = ratios[low][0] * (1 - share) + ratios[min(low + 1, len(ratios) - 1)][0] * share
-        return ratio, stretch, found[ratios[low][1]]
+            found = [self._ratio(self._grid, shape, 0)]
+            stretch = max(stretch, found[0].stretch)
+        middle = statistics.median(item.ratio for item in found)
+        return _Ratio(middle, stretch, found[(len(found) - 1) // 2].point)
 
-    def _ratio(
-        self, node: "_Node | ProfilePoint", position: Sequence[int], depth: int
-    ) -> tuple[float, float, ProfilePoint]:
-        """(time over floor, stretch, a point it came from) at ``position`` of the grid below ``node``."""
+    def _ratio(self, node: "_Node | ProfilePoint", shape: dict[str, int], depth: int) -> _Ratio:
+        """What the grid below ``node`` says of ``shape``."""
         if isinstance(node, ProfilePoint):
-            assert node.median_us is not None
-            measured = Kernel(node.op, node.dtype, node.shape)
-            return node.median_us / floor_us(measured, self.gpu), 1.0, node
-        x, coordinates = position[depth], node.coordinates
+            return self._measured(node)
+        axis, coordinates = self.axes[depth], node.coordinates
+        x = shape[axis]
         at = bisect.bisect_left(coordinates, x)
         if at < len(coordinates) and coordinates[at] == x:
-            found = self._ratio(node.below[at], position, depth + 1)
-            return self._smaller(node, at, position, depth, found)
+            return self._line(node, at, shape, depth)
         if at == 0 or at == len(coordinates):
             edge = min(at, len(coordinates) - 1)
-            ratio, stretch, point = self._ratio(node.below[edge], position, depth + 1)
-            if OPS[self.op].memory or (at and self.axes[depth] in self.additive):
-                return self._smaller(node, edge, position, depth, (ratio, stretch, point))
+            found = self._line(node, edge, shape, depth)
+            if OPS[self.op].memory or (at and axis in self.additive):
+                return found
             low, high = sorted((max(x, 1), max(coordinates[edge], 1)))
-            return ratio, max(stretch, high / low), point
-        space = math.sqrt if self.axes[depth] in self.sequence_axes else math.log
-        below, above = space(max(coordinates[at - 1], 1)), space(coordinates[at])
-        weight = (space(x) - below) / (above - below)
-        left, stretch_left, point = self._ratio(node.below[at - 1], position, depth + 1)
-        right, stretch_right, other = self._ratio(node.below[at], position, depth + 1)
-        ratio = math.exp((1 - weight) * math.log(left) + weight * math.log(right))
-        between = (ratio, max(stretch_left, stretch_right), point if weight < 0.5 else other)
-        return self._smaller(node, at, position, depth, between)
+            return found._replace(stretch=max(found.stretch, high / low))
+        left, right = (self._line(node, side, shape, depth) for side in (at - 1, at))
+        near, far = coordinates[at - 1], coordinates[at]
+        below, here, above = (self._floor_us({**shape, axis: end}) for end in (near, x, far))
+        if below < here < above:
+            weight = (here - below) / (above - below)
+            ratio = ((1 - weight) * left.ratio * below + weight * right.ratio * above) / here
+        else:  # the work does not grow along this axis
+            space = math.sqrt if axis in self.sequence_axes else math.log
+            weight = (space(x) - space(max(near, 1))) / (space(far) - space(max(near, 1)))
+            ratio = left.ratio ** (1 - weight) * right.ratio**weight
+        point = left.point if weight < 0.5 else right.point
+        return _Ratio(ratio, max(left.stretch, right.stretch), point)
 
-    def _smaller(
-        self,
-        node: _Node,
-        at: int,
-        position: Sequence[int],
-        depth: int,
-        found: tuple[float, float, ProfilePoint],
-    ) -> tuple[float, float, ProfilePoint]:
-        """What was found at coordinate ``at``; if that is out of its grid's reach along a later axis, and
-        more along this axis is more of the same blocks, the largest smaller one that reaches further."""
-        if self.axes[depth] in self.additive:
-            for lower in range(at - 1, -1, -1):
-                if found[1] <= 1:
-                    break
-                other = self._ratio(node.below[lower], position, depth + 1)
-                found = other if other[1] < found[1] else found
-        return found
+    def _line(self, node: _Node, at: int, shape: dict[str, int], depth: int) -> _Ratio:
+        """What coordinate ``at`` of ``node`` says of ``shape``.
 
-    def held_out(self) -> list[tuple[Shape, float]]:
-        """Leave one shape out, predict it from the rest: (shape, predicted / measured - 1) for each.
-
-        Shapes at the end of their line, which would be extrapolated, are not counted.
+        Where that is out of its reach along a later axis, and more along this axis is more of the same
+        blocks, the nearest coordinate that reaches further (the larger of two as near) says how the ratio
+        goes on.
         """
-        errors = []
-        for position, point in self.rows.items():
-            estimate = self._predict_without(position)
-            if estimate is not None:
-                assert point.median_us is not None
-                errors.append((point.shape, estimate / point.median_us - 1))
-        return errors
+        found = self._ratio(node.below[at], shape, depth + 1)
+        if found.stretch <= 1 or self.axes[depth] not in self.additive:
+            return found
+        here = node.coordinates[at]
+        others = [i for i in range(len(node.coordinates)) if i != at]
+        reached = {i: self._ratio(node.below[i], shape, depth + 1) for i in others}
 
-    def _predict_without(self, position: tuple[int, ...]) -> float | None:
-        """Predict a measured position as if it were not there; None at the end of its lines."""
-        target = self.rows[position]
-        call = Kernel(target.op, target.dtype, target.shape)
-        for axis in reversed(range(len(self.axes))):
-            line = self._line(position, axis)
-            at = bisect.bisect_left(line, position[axis])
-            if not 0 < at < len(line) - 1:
-                continue
-            if OPS[self.op].jagged:
-                return self._median(position)[0] * floor_us(call, self.gpu)
-            space = math.sqrt if self.axes[axis] in self.sequence_axes else math.log
-            x0, x, x1 = (space(max(v, 1)) for v in line[at - 1 : at + 2])
-            weight = (x - x0) / (x1 - x0)
-            low, high = (
-                math.log(self._ratio(self.rows[(*position[:axis], v, *position[axis + 1 :])], (), 0)[0])
-                for v in (line[at - 1], line[at + 1])
-            )
-            return math.exp((1 - weight) * low + weight * high) * floor_us(call, self.gpu)
-        return None
+        def distance(i: int) -> tuple[float, float, int]:
+            return reached[i].stretch, abs(math.log(node.coordinates[i] / here)), -i
 
-    def _line(self, position: tuple[int, ...], axis: int) -> list[int]:
-        if not hasattr(self, "_lines"):
-            self._lines: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-            for row in sorted(self.rows):
-                for i in range(len(row)):
-                    self._lines.setdefault((i, (*row[:i], *row[i + 1 :])), []).append(row[i])
-        return self._lines[(axis, (*position[:axis], *position[axis + 1 :]))]
+        other = min(others, key=distance, default=at)
+        if other == at or reached[other].stretch >= found.stretch:
+            return found
+        edge = self._ratio(node.below[other], self._clamped(node.below[at], shape, depth + 1), depth + 1)
+        there = reached[other]
+        return _Ratio(found.ratio * there.ratio / edge.ratio, max(there.stretch, edge.stretch), there.point)
+
+    def _clamped(self, node: "_Node | ProfilePoint", shape: dict[str, int], depth: int) -> dict[str, int]:
+        """``shape``, moved into the reach of the grid below ``node``."""
+        while isinstance(node, _Node):
+            axis, coordinates = self.axes[depth], node.coordinates
+            x = min(max(shape[axis], coordinates[0]), coordinates[-1])
+            shape = {**shape, axis: x}
+            node = node.below[bisect.bisect_left(coordinates, x)]
+            depth += 1
+        return shape
 
 
 def _grid(rows: list[tuple[int, ...]], depth: int, points: dict[tuple[int, ...], ProfilePoint]) -> _Node:
@@ -234,12 +245,6 @@ def _grid(rows: list[tuple[int, ...]], depth: int, points: dict[tuple[int, ...],
     if depth + 1 == len(rows[0]):
         return _Node(coordinates, [points[group[0]] for group in groups])
     return _Node(coordinates, [_grid(group, depth + 1, points) for group in groups])
-
-
-def _crossing(held: list[list[int]], near: list[list[int]]) -> list[tuple[int, ...]]:
-    """Places that leave ``held`` along one axis at a time, for a place in ``near``."""
-    lines = (itertools.product(*held[:axis], near[axis], *held[axis + 1 :]) for axis in range(len(held)))
-    return list(dict.fromkeys(place for line in lines for place in line))
 
 
 _KEYS = re.compile(r"^(\d+) keys$")

@@ -128,11 +128,21 @@ def test_presets_lists_everything_shipped(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["Cluster"]["title"] == "Cluster"
 
 
-def test_validate_prints_held_out_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "holdout.json"
+def test_validate_holds_every_table_to_its_held_out_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, mine = tmp_path / "holdout.json", tmp_path / "mine.jsonl"
     assert validate(["--holdout", "--json", str(path)]) == 0
-    assert "index_scores" in capsys.readouterr().out
-    assert all(table["points"] >= 3 for table in json.loads(path.read_text())["tables"])
+    assert "20 %: met" in capsys.readouterr().out
+    assert all(table["points"] >= 3 and table["within"] for table in json.loads(path.read_text())["tables"])
+    header = {"schema": 1, "device": "NVIDIA H200", "op": "hytopk", "implementation": "mine", "dtype": "bf16"}
+    shape = {"heads": 32, "dim": 128, "top_k": 2048, "rows": 4096}
+    points = [
+        {"shape": {**shape, "keys": 65536 * n}, "median_us": us} for n, us in enumerate([1, 9, 1, 9, 1], 1)
+    ]
+    mine.write_text("".join(json.dumps(line) + "\n" for line in [header, *points]))
+    assert validate(["--holdout", "--profiles", str(mine)]) == 1
+    assert "20 %: missed" in capsys.readouterr().out
 
 
 def test_validate_writes_its_schema(
