@@ -1,4 +1,4 @@
-"""Training steps in the three modes that are compared, on one set of parameters, in turns.
+"""Training steps in the three modes that are compared, on one set of parameters and one text, in turns.
 
     materialised     a score table, selected twice: the layer's forward pass and its recomputation
     hytopk           fused selection, twice
@@ -9,7 +9,7 @@ Ranks meet in every layer's collectives, so a step takes as long as its slowest 
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,16 +100,20 @@ def measure_modes(
     rounds: int,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[Mode, Summary | str]:
-    """Steps of ``phase`` in each mode, in turns, all training the same parameters; or why a mode has none."""
+    """Steps of ``phase`` in each mode, in turns; or why a mode has none.
+
+    All are whole steps of the same parameters on the same text: the learning rate is 0, so the optimizer does
+    its work and moves nothing, and losses can be compared.
+    """
     models = {
         mode: retargeted(trainer.model, **layer_options(mode, baseline.selection, baseline.table_bytes))
         for mode in modes
     }
-    own = trainer.model
+    own, done, still = trainer.model, trainer.done, replace(phase, learning_rate=0.0)
 
     def call(mode: Mode) -> list[StepResult]:
-        trainer.model = models[mode]
-        return over_ranks(trainer.step(phase, trainer.config.ramp_steps), trainer.context)
+        trainer.model, trainer.done = models[mode], done
+        return over_ranks(trainer.step(still), trainer.context)
 
     calls: dict[str, Callable[[], Any]] = {mode: partial(call, mode) for mode in modes}
     try:

@@ -36,7 +36,7 @@ from hyscale_kernels.training import (
 from hyscale_kernels.training.measure import Baseline, best_baseline, in_turns, longest
 from hyscale_kernels.training.ranks import torchrun_group
 from hyscale_kernels.training.records import MODES, append, scenario, step_record
-from hyscale_kernels.training.steps import summarise
+from hyscale_kernels.training.steps import measure_modes, summarise
 from hyscale_simulator.measured_steps import read_steps
 
 ROOT = Path(__file__).parents[3]
@@ -396,6 +396,16 @@ def test_a_summary_is_of_the_median_step_as_its_slowest_rank_saw_it() -> None:
     assert found.imbalance["selection.forward"] == pytest.approx(6 / 4)
     with pytest.raises(ValueError, match="samples: none"):
         summarise([])
+
+
+def test_steps_are_measured_on_the_same_parameters_and_text(text: Text, device: str) -> None:
+    trainer = Trainer(replace(TINY, phases=(SPARSE,)), text, device)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    table = Baseline("own-table", 2**20, {})  # of the scores that HyTopK ranks
+    found = measure_modes(trainer, SPARSE, MODES, table, warmups=0, rounds=1)
+    assert list(found) == list(MODES)
+    assert len({each.loss for each in found.values()}) == 1  # type: ignore[union-attr]
+    assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
 def test_modes_take_turns_and_one_that_runs_out_of_memory_leaves() -> None:
