@@ -108,19 +108,30 @@ def _triton_flashinfer(case: Case) -> Call:
 
 
 def _cudnn(case: Case) -> Call:
-    """bf16 scores and deterministic top-k by the cuDNN frontend, the whole table at once."""
+    """bf16 scores and deterministic top-k by the cuDNN frontend, in chunks of rows.
+
+    Its row t sees the keys up to an offset + t. ValueError for windows of another kind.
+    """
     from cudnn import DSA  # type: ignore[import-not-found,unused-ignore]
 
-    q, k, w = case.q[None], case.k[None, :, None, :], case.w[None]
-    lengths = case.end - case.start
+    seen = (case.end[:1] + torch.arange(case.rows, device=case.end.device)).clamp(max=case.keys)
+    if bool(case.start.any()) or not torch.equal(seen.int(), case.end):
+        raise ValueError("windows: of another kind; allowed: every key, or one key more a row")
+    k, parts = case.k[None, :, None, :], []
+    for part in _chunks(case):
+        q, w, lengths = case.q[part][None], case.w[part][None], case.end[part]
+        parts.append((part, q, w, lengths, lengths[:1] - 1))
+    out = torch.empty(case.rows, case.top_k, dtype=torch.int32, device=case.q.device)
 
     def call() -> torch.Tensor:
-        scores = DSA.indexer_forward_wrapper(q, k, w, ratio=1, sm_scale=1.0, precision="bf16")["scores"]
-        flat = scores.view(-1, case.keys).contiguous()
-        chosen: torch.Tensor = DSA.indexer_top_k_wrapper(
-            flat, lengths, case.top_k, next_n=1, return_val=False, tie_break=1, deterministic=True
-        )["indices"]
-        return chosen.view(case.rows, case.top_k)
+        for part, q, w, lengths, offset in parts:
+            scores = DSA.indexer_forward_wrapper(
+                q, k, w, ratio=1, sm_scale=1.0, precision="bf16", q_causal_offsets=offset
+            )["scores"]
+            out[part] = DSA.indexer_top_k_wrapper(
+                scores[0], lengths, case.top_k, next_n=1, return_val=False, tie_break=1, deterministic=True
+            )["indices"]
+        return out
 
     return call
 

@@ -205,6 +205,44 @@ def test_a_table_is_written_in_chunks_and_selected_by_flashinfer(
     assert set(told) == {windows == "packed"}
 
 
+class CuDNN:
+    """A pretended ``cudnn.DSA``: row t sees the keys up to an offset + t; what it does not see is junk."""
+
+    @staticmethod
+    def indexer_forward_wrapper(
+        q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, *, ratio: int, sm_scale: float, precision: str,
+        q_causal_offsets: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        assert (ratio, sm_scale, precision) == (1, 1.0, "bf16")
+        assert (q_causal_offsets.dtype, tuple(q_causal_offsets.shape)) == (torch.int32, (1,))
+        scores = scored(q[0], k[0, :, 0], w[0])
+        limit = q_causal_offsets + torch.arange(q.shape[1]) + 1
+        return {"scores": scores.masked_fill(torch.arange(k.shape[1]) >= limit[:, None], 1e9)[None]}
+
+    @staticmethod
+    def indexer_top_k_wrapper(
+        scores: torch.Tensor, lengths: torch.Tensor, top_k: int, *, next_n: int, return_val: bool,
+        tie_break: int, deterministic: bool,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        assert (next_n, return_val, tie_break, deterministic) == (1, False, 1, True)
+        beyond = torch.arange(scores.shape[1]) >= lengths[:, None]
+        return {"indices": scores.masked_fill(beyond, float("-inf")).topk(top_k, dim=1).indices.int()}
+
+
+@pytest.mark.parametrize("windows", ["full", "causal"])
+def test_cudnn_is_told_where_rows_end(monkeypatch: pytest.MonkeyPatch, windows: str) -> None:
+    module = ModuleType("cudnn")
+    module.DSA = CuDNN  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(contenders, "TABLE_BYTES", 4.0 * 300 * 16)
+    inputs = case("bf16", windows=windows)
+    prepare = CONTENDERS["cudnn"].prepare
+    assert objection(inputs, prepare(inputs)()) is None
+    for other in (replace(inputs, start=inputs.start + 1), replace(inputs, end=inputs.end.flip(0) - 1)):
+        with pytest.raises(ValueError, match="windows: of another kind"):
+            prepare(other)
+
+
 @pytest.mark.parametrize("documents", [None, [0, 13, 40]])
 def test_the_layer_selects_by_the_same_calls(
     rivals: list[dict[str, Any]], documents: list[int] | None
