@@ -12,7 +12,7 @@ import torch
 from .. import replay
 from ..baselines import materialised_topk
 from ..baselines.materialised import BYTES_PER_SCORE
-from ..baselines.rivals import TABLE_BYTES, ascending, deepgemm_scores, flashinfer_top_k, with_spare_row
+from ..baselines.rivals import ascending, deepgemm_scores, flashinfer_top_k, with_spare_row
 from ..baselines.scoring import NEVER, ordered_keys
 from ..hytopk import dense_scores, hytopk
 from ..replay import PackedSelection
@@ -37,7 +37,7 @@ def select(config: LayerConfig, scored: Scored, rows: Rows, timer: PartTimer | N
         return _own_table(q, k, w, k_scale, top_k, rows, config.table_bytes)
     if config.selection == "deepgemm+flashinfer":
         assert k_scale is not None
-        return _deepgemm_flashinfer(q, k, w, k_scale, top_k, rows, timer)
+        return _deepgemm_flashinfer(q, k, w, k_scale, top_k, rows, config.table_bytes, timer)
     if config.recompute == "full+replay":
         return replay.record_selection(q, k, w, top_k, start=start, end=end, k_scale=k_scale)
     return hytopk(q, k, w, top_k, start=start, end=end, k_scale=k_scale).indices
@@ -104,6 +104,7 @@ def _deepgemm_flashinfer(
     k_scale: torch.Tensor,
     top_k: int,
     rows: Rows,
+    table_bytes: int,
     timer: PartTimer | None,
 ) -> torch.Tensor:
     """fp8 scores by DeepGEMM, deterministic top-k by FlashInfer, as in ``profiling.contenders``.
@@ -112,7 +113,7 @@ def _deepgemm_flashinfer(
     "ordering", so that it need not be held against the two. ModuleNotFoundError where they are missing.
     """
     indices = torch.empty((q.shape[0], top_k), dtype=torch.int32, device=q.device)
-    for block, keys in rows.blocks(max(1, TABLE_BYTES // (4 * max(1, rows.num_keys)))):
+    for block, keys in rows.blocks(max(1, table_bytes // (4 * max(1, rows.num_keys)))):
         if keys == 0:
             indices[block] = -1
             continue

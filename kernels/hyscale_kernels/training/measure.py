@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,10 +44,9 @@ def best_baseline(
 ) -> Baseline:
     """The fastest materialised selection of random operands, over the rows in the middle of a sequence.
 
-    If ``rivals``, DeepGEMM with FlashInfer, where both are installed and the indexer is fp8 (its table has
-    the one size that the two were seen to run well with); then PyTorch with each size of the table. Each runs
-    three times, and the better of the last two counts; one whose first run takes LOST times the best is left
-    at that. RuntimeError if none runs.
+    PyTorch and, if ``rivals``, DeepGEMM with FlashInfer (both installed, and the indexer fp8), each with every
+    size of the table. Each runs three times, and the better of the last two counts; one whose first run takes
+    LOST times the best is left at that. RuntimeError if none runs.
     """
     indexer, dtype = layer.shape.indexer, layer.dtype
     unit = SHARE * indexer.key_ratio
@@ -59,16 +59,15 @@ def best_baseline(
 
     T, S, H, D = rows.num_rows, rows.num_keys, indexer.heads, indexer.head_dim
     operands = scored(layer, Projections(normal(T, H, D).to(dtype), normal(S, D).to(dtype), normal(T, H)))
-    candidates: list[tuple[SelectionName, int]] = []
+    selections: list[SelectionName] = ["materialised"]
     installed = all(map(importlib.util.find_spec, ("deep_gemm", "flashinfer")))
     if rivals and installed and layer.indexer_dtype == "fp8":
-        candidates.append(("deepgemm+flashinfer", layer.table_bytes))
-    candidates += [("materialised", table) for table in tables]
+        selections.insert(0, "deepgemm+flashinfer")
     best: tuple[float, SelectionName, int] | None = None
     tried: dict[str, float | str] = {}
-    for selection, table in candidates:
+    for selection, table in product(selections, tables):
         config = _with(layer, selection, table)
-        name = selection if selection != "materialised" else f"torch, table of {table / GIB:g} GiB"
+        name = f"{'torch' if selection == 'materialised' else selection}, table of {table / GIB:g} GiB"
         took = None
         call = partial(select, config, operands, rows)
         try:

@@ -251,12 +251,13 @@ def test_the_layer_selects_by_the_same_calls(
     rows = Rows.of(40, cu_seqlens=cut)
     drawn = case("fp8")
     k, scale, (start, end) = drawn.k[:40], drawn.k_scale[:40], rows.windows
-    found = selection._deepgemm_flashinfer(drawn.q, k, drawn.w, scale, drawn.top_k, rows, None)
+    found = selection._deepgemm_flashinfer(drawn.q, k, drawn.w, scale, drawn.top_k, rows, 4 * 40 * 16, None)
     assert objection(replace(drawn, k=k, k_scale=scale, start=start, end=end), found) is None
     held = found >= 0
     assert (held[:, 1:] <= held[:, :-1]).all()
     assert (found.diff(dim=1) > 0)[held[:, 1:]].all()
     assert {given["row_starts"] is not None for given in rivals} == {documents is not None}
+    assert [given["rows"] for given in rivals] == [16, 16, 8]  # as many as the table holds
 
 
 def test_the_rival_of_16_bit_scores_needs_flashinfer_alone() -> None:

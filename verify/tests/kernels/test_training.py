@@ -33,7 +33,7 @@ from hyscale_kernels.training import (
     measure,
     save,
 )
-from hyscale_kernels.training.measure import Baseline, best_baseline, in_turns, longest
+from hyscale_kernels.training.measure import GIB, Baseline, best_baseline, in_turns, longest
 from hyscale_kernels.training.ranks import torchrun_group
 from hyscale_kernels.training.records import MODES, append, scenario, step_record
 from hyscale_kernels.training.steps import measure_modes, summarise
@@ -450,20 +450,25 @@ def test_the_best_way_to_materialise_is_one_that_was_tried() -> None:
 
 
 def test_a_way_to_materialise_far_behind_the_best_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = {
-        1: [50.0, 2.0, 3.0],
-        2: [8.0],
-        3: [7.9, 1.5, 9.0],
-        4: [6.1],
-    }  # ms of each run, by the table's size
+    rival, torch_ = "deepgemm+flashinfer", "materialised"
+    took = {  # ms of each run
+        (rival, GIB): [50.0, 2.0, 3.0], (rival, 2 * GIB): [8.0],
+        (torch_, GIB): [7.9, 1.5, 9.0], (torch_, 2 * GIB): [6.1],
+    }  # fmt: skip
 
     def timed(call: Any, device: torch.device) -> float:
-        return took[call.args[0].table_bytes].pop(0)
+        config = call.args[0]
+        return took[config.selection, config.table_bytes].pop(0)
 
     monkeypatch.setattr(measure, "_timed", timed)
-    found = best_baseline(TINY.decoder().layer, 64, CPU, tables=(1, 2, 3, 4), rivals=False)
-    assert list(found.tried.values()) == [2.0, 8.0, 1.5, 6.1]
-    assert found.table_bytes == 3
+    monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: name)  # both are installed
+    layer = replace(TINY, indexer_dtype="fp8").decoder().layer
+    found = best_baseline(layer, 64, CPU, tables=(GIB, 2 * GIB))
+    assert found.tried == {
+        f"{rival}, table of 1 GiB": 2.0, f"{rival}, table of 2 GiB": 8.0,
+        "torch, table of 1 GiB": 1.5, "torch, table of 2 GiB": 6.1,
+    }  # fmt: skip
+    assert (found.selection, found.table_bytes) == (torch_, GIB)
     assert not any(took.values())
 
 
