@@ -9,8 +9,8 @@
 Each mode's record goes to benchmarks/results/train_step.jsonl once its steps are done; claims of --check, and
 of the equality that is looked at before anything is timed, to train_step_checks.jsonl. The modes take turns
 on the same parameters and text, at a learning rate of 0, so their losses can be compared. "materialised" is
-the fastest of PyTorch with several sizes of the table and, where they are installed, DeepGEMM with
-FlashInfer; what was tried is in the record.
+the fastest of PyTorch and, where they are installed, DeepGEMM with FlashInfer, each with several sizes of the
+table; what was tried is in the record.
 
 Time, as measured for two layers of GLM-5.1 on an H200: a step of 64K tokens takes 1.9 s, one of 128K 3.8 to
 4.0 s, in every mode, where DeepGEMM and FlashInfer are installed; one of 256K on two GPUs 4.1 to 4.8 s. So 2

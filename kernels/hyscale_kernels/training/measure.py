@@ -44,9 +44,9 @@ def best_baseline(
 ) -> Baseline:
     """The fastest materialised selection of random operands, over the rows in the middle of a sequence.
 
-    PyTorch and, if ``rivals``, DeepGEMM with FlashInfer (both installed, and the indexer fp8), each with every
-    size of the table. Each runs three times, and the better of the last two counts; one whose first run takes
-    LOST times the best is left at that. RuntimeError if none runs.
+    PyTorch and, if ``rivals``, DeepGEMM with FlashInfer (both installed, and the indexer fp8), each with
+    every size of the table. Each runs three times, and the better of the last two counts; one whose first run
+    takes LOST times the best is left at that. RuntimeError if none runs.
     """
     indexer, dtype = layer.shape.indexer, layer.dtype
     unit = SHARE * indexer.key_ratio
