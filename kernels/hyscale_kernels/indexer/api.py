@@ -122,17 +122,18 @@ def indexer_loss(
 def backward_workspace_bytes(
     T: int, S: int, H: int, D: int, top_k: int, *, fixed_point: bool, device: str = "cuda"
 ) -> int:
-    """Peak bytes that a backward pass allocates beside its results.
+    """Most bytes that a backward pass allocates beside its results, for any dtype.
 
-    For one pass of at most 8192 rows: the signs of T K H products, the spans of the rows, and dk in 32 bits;
-    fixed point adds 8 bytes a key, and float32 dk if there is more than one pass.
+    For one pass of at most 8192 rows: the signs of T K H products, the spans of the rows, q in 16 bits (fp8
+    only), and dk in 32 bits; fixed point adds 8 bytes a key, and float32 dk if there is more than one pass.
     """
     rows = min(T, ROWS)
     plan = IndexerPlan.default(S, H, D, device)
     signs = 4 * rows * top_k * max(1, max(16, next_power_of_2(H)) // 32)
     spans = 4 * rows * (plan.chunks(S) + 1)
+    queries = 2 * rows * H * D
     keys = 4 * S * D + ((8 * S + (4 * S * D if T > ROWS else 0)) if fixed_point else 0)
-    return signs + spans + keys
+    return signs + spans + queries + keys
 
 
 @torch.library.custom_op(f"{NAMESPACE}::selected_scores", mutates_args=())
@@ -227,25 +228,27 @@ def _backward(
     sizes = IndexerPlan.from_ints(plan)
     T, S, K = q.shape[0], k.shape[0], indices.shape[1]
     problem = _problem(q, k, w, k_scale)
-    dq, dk, dw = _gradients(q, k, w, want_dk)
     if T == 0 or S == 0 or K == 0:
+        dq, dk, dw = _gradients(q, k, w, want_dk)
         return dq.zero_(), dk.zero_(), dw.zero_()
+    # dk of one fixed-point pass is written as it is returned; everything else is added up in float32.
+    summed = torch.float32 if not fixed or T > ROWS else None
+    dq, dk, dw = _gradients(q, k, w, want_dk, summed)
+    if want_dk and not fixed:
+        dk.zero_()
     grad = grad.contiguous()
-    total = torch.zeros_like(dk, dtype=torch.float32) if want_dk and not fixed else dk
     with torch.cuda.device_of(q):
         for row0 in range(0, T, ROWS):
             rows = min(ROWS, T - row0)
             added = launch_rows(problem, indices, grad, dq, dw, row0, rows, want_dk, fixed, sizes)
             if want_dk and not fixed:
-                launch_scatter(problem, indices, grad, added.signs, None, total, row0, sizes)
+                launch_scatter(problem, indices, grad, added.signs, None, dk, row0, sizes)
             elif want_dk:
                 grid = launch_grid(added)
                 steps = torch.zeros_like(dk, dtype=torch.int32)
                 launch_scatter(problem, indices, grad, added.signs, grid, steps, row0, sizes)
-                if row0 == 0 and T > ROWS:
-                    total = torch.empty_like(dk, dtype=torch.float32)
-                launch_settle(steps, grid, total, add=row0 > 0)
-    return dq, total.to(dk.dtype), dw
+                launch_settle(steps, grid, dk, add=row0 > 0)
+    return dq, dk.to(dq.dtype), dw
 
 
 @_backward.register_fake
@@ -264,13 +267,13 @@ def _(
 
 
 def _gradients(
-    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, want_dk: bool
+    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, want_dk: bool, dk_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unwritten dq, dk and dw. dq and dk are float32 for float8, and under the interpreter, which
-    truncates."""
+    """Unwritten dq, dk and dw. dq, and dk if ``dk_dtype`` does not say otherwise, are float32 for float8, and
+    under the interpreter, which truncates."""
     dtype = torch.float32 if INTERPRET or q.dtype == torch.float8_e4m3fn else q.dtype
     dq = q.new_empty(q.shape, dtype=dtype)
-    dk = k.new_empty(k.shape if want_dk else (0, k.shape[1]), dtype=dtype)
+    dk = k.new_empty(k.shape if want_dk else (0, k.shape[1]), dtype=dk_dtype or dtype)
     return dq, dk, w.new_empty(w.shape)
 
 

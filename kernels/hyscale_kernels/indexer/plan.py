@@ -17,7 +17,7 @@ MOST_CHUNKS = 128
 
 @dataclass(frozen=True, slots=True)
 class IndexerPlan:
-    """Internal sizes. Powers of two, but for stages.
+    """Internal sizes. Powers of two, but for stages and registers.
 
     keys           keys one step of a row program gathers, forward
     backward_keys  the same, backward
@@ -25,6 +25,7 @@ class IndexerPlan:
     scatter_keys   selected keys one step of the dk scatter takes
     scatter_warps  warps of the scatter
     chunk_keys     keys of one scatter chunk: dk of a chunk should stay in the second-level cache
+    registers      most registers a thread of the backward row program takes; 0: as many as it likes
     """
 
     keys: int
@@ -34,6 +35,7 @@ class IndexerPlan:
     scatter_keys: int
     scatter_warps: int
     chunk_keys: int
+    registers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("keys", "backward_keys", "warps", "scatter_keys", "scatter_warps", "chunk_keys"):
@@ -42,6 +44,8 @@ class IndexerPlan:
                 raise ValueError(f"plan.{name} is {value}; it must be a power of two")
         if self.stages < 1:
             raise ValueError(f"plan.stages is {self.stages}; it must be at least 1")
+        if self.registers < 0:
+            raise ValueError(f"plan.registers is {self.registers}; it must be at least 0")
 
     @classmethod
     def default(cls, S: int, H: int, D: int, device: torch.device | str) -> "IndexerPlan":
@@ -52,7 +56,8 @@ class IndexerPlan:
         chunk = max(fitting, next_power_of_2(ceil_div(max(S, 1), MOST_CHUNKS)))
         # A row's gradient of q lives in registers: wide ones need more warps.
         warps = 8 if next_power_of_2(H) * padded(D, torch.bfloat16) >= 64 * 128 else 4
-        return cls(128, 64, 2, warps, 16, 4, chunk)
+        # 168 of them let three programs of 4 warps share a multiprocessor; fp8's took 190, and two.
+        return cls(128, 64, 2, warps, 16, 4, chunk, 168 if warps == 4 else 0)
 
     def chunks(self, S: int) -> int:
         return max(1, ceil_div(S, self.chunk_keys))

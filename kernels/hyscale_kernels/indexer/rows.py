@@ -9,8 +9,10 @@ x comes from the canonical dot product again, so the signs are the forward's. Th
 makes the scatter a product of exact zeros and ones with w q: no key is gathered twice.
 
 dq multiplies k, exact in bfloat16 (float16 takes two terms), by m c, which is split in two bfloat16 terms:
-the tensor cores then lose less than 2**-15 of each product, and sums are float32. A row's dq and dw depend on
-that row's inputs alone, in a fixed order.
+the tensor cores then lose less than 2**-15 of each product, and sums are float32. Both terms lie in one
+operand, the heads of the second below those of the first: one product for fp8 keys, which have to be widened,
+and the full 64 rows of a tensor core from 32 heads on. A row's dq and dw depend on that row's inputs alone,
+in a fixed order.
 
 Shape letters: T queries, S keys, H heads, D head size, K places of a row, N keys of one step, B sign words.
 """
@@ -23,9 +25,9 @@ import triton
 import triton.language as tl
 
 from ..hytopk.problem import Problem
-from ..hytopk.score import INTERPRET, dot, key_scale, load_keys, operand, relu
+from ..hytopk.score import INTERPRET, dot, key_scale, load_keys, operand
 from .plan import IndexerPlan
-from .selected import load_places
+from .selected import keys_of, load_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,13 @@ class Contributions:
 
 @triton.jit
 def upper(x):
-    """float32 rounded to the nearest bfloat16, as float32; halves away from zero."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    """float32 cut to the bits that bfloat16 has, as float32: what is left over has the sign of x."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def narrow(x):
-    """float32 values that bfloat16 holds exactly, as an operand of ``dot``."""
+    """float32 as an operand of ``dot``: the nearest bfloat16 (the interpreter, which would cut, keeps x)."""
     if INTERPRET:
         return x
     else:
@@ -61,23 +62,22 @@ def narrow(x):
 
 
 @triton.jit
-def add_product(acc, exact, x, WIDE: tl.constexpr):
-    """acc plus exact [M, N] times x [N, L] float32, x in two bfloat16 terms.
+def add_product(acc, x, exact, WIDE: tl.constexpr):
+    """acc [2 L, M] plus x [N, L] float32, transposed, times exact [N, M]; the two terms of x lie one
+    below the other.
 
     The numbers of ``exact`` have 8 significant bits, or 11 if WIDE: then it takes two terms as well.
     """
+    N: tl.constexpr = x.shape[0]
+    L: tl.constexpr = x.shape[1]
     x_high = upper(x)
-    x_low = upper(x - x_high)
+    both = narrow(tl.reshape(tl.permute(tl.join(x_high, x - x_high), (2, 1, 0)), (2 * L, N)))
     if WIDE:
         high = upper(exact.to(tl.float32))
-        low = exact.to(tl.float32) - high
-        acc = dot(narrow(low), narrow(x_high)) + acc
-        acc = dot(narrow(high), narrow(x_low)) + acc
-        return dot(narrow(high), narrow(x_high)) + acc
+        acc = dot(both, narrow(exact.to(tl.float32) - high)) + acc
+        return dot(both, narrow(high)) + acc
     else:
-        wide = narrow(exact.to(tl.float32))
-        acc = dot(wide, narrow(x_low)) + acc
-        return dot(wide, narrow(x_high)) + acc
+        return dot(both, narrow(exact.to(tl.float32))) + acc
 
 
 @triton.jit
@@ -153,19 +153,19 @@ def _rows_kernel(
     weight = tl.load(w_ptr + row * w_stride_t + o_h, mask=o_h < H, other=0.0)
     if FIXED:
         largest = tl.max(tl.sum(tl.abs(b_q.to(tl.float32)) * tl.abs(weight)[None, :], axis=1), axis=0)
-    acc_q = tl.zeros((D_PAD, H_PAD), tl.float32)
-    acc_w = tl.zeros((H_PAD,), tl.float32)
+    acc_q = tl.zeros((2 * H_PAD, D_PAD), tl.float32)
+    acc_w = tl.zeros((N, H_PAD), tl.float32)  # added up over keys once, at the end
     for i in tl.range(0, K, N, num_stages=STAGES):
         place = i + tl.arange(0, N)
-        keys, used, _ = load_places(p_index, place, K, S)
+        keys, used = keys_of(load_index(p_index, place, K), S)
         c = coefficients(p_grad, k_scale_ptr, keys, place, used, HAS_SCALE)
         b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
         x = dot(b_k, b_q)
         positive = (x > 0.0) & used[:, None]
-        acc_w += tl.sum(tl.where(positive, relu(x) * c[:, None], 0.0), axis=0)
-        acc_q = add_product(acc_q, tl.trans(b_k), tl.where(positive, c[:, None], 0.0), WIDE)
+        acc_w += tl.where(positive, x * c[:, None], 0.0)
+        acc_q = add_product(acc_q, tl.where(positive, c[:, None], 0.0), b_k, WIDE)
         if WANT_DK:
-            bits = tl.reshape(positive.to(tl.int32) << (o_h % 32)[None, :], (N, B, LANES))
+            bits = tl.reshape(tl.where(positive, 1 << (o_h % 32)[None, :], 0), (N, B, LANES))
             o_b = tl.arange(0, B)
             p_sign = sign_ptr + (r * K + place)[:, None] * B + o_b[None, :]
             tl.store(p_sign, tl.sum(bits, axis=2), mask=(place < K)[:, None])
@@ -174,9 +174,10 @@ def _rows_kernel(
                 bound = (tl.abs(c) * largest).to(tl.int32, bitcast=True) & 0x7FFFFFFF
                 tl.atomic_max(peak_ptr + keys, bound, mask=adds, sem="relaxed")
                 tl.atomic_add(hit_ptr + keys, tl.full((N,), 1, tl.int32), mask=adds, sem="relaxed")
-    p_dq = dq_ptr + (row * H + o_h[None, :]) * D + o_d[:, None]
-    tl.store(p_dq, acc_q * weight[None, :], mask=(o_h < H)[None, :] & (o_d < D)[:, None])
-    tl.store(dw_ptr + row * H + o_h, acc_w, mask=o_h < H)
+    b_dq = tl.sum(tl.reshape(acc_q, (2, H_PAD, D_PAD)), axis=0) * weight[:, None]
+    p_dq = dq_ptr + (row * H + o_h[:, None]) * D + o_d[None, :]
+    tl.store(p_dq, b_dq, mask=(o_h < H)[:, None] & (o_d < D)[None, :])
+    tl.store(dw_ptr + row * H + o_h, tl.sum(acc_w, axis=0), mask=o_h < H)
 
 
 def launch_rows(
@@ -221,5 +222,6 @@ def launch_rows(
         N=plan.backward_keys,
         STAGES=plan.stages,
         num_warps=plan.warps,
+        maxnreg=plan.registers or None,
     )
     return Contributions(signs, peak, hits)

@@ -18,10 +18,10 @@ import triton.language as tl
 
 from ..hytopk.plan import ceil_div, next_power_of_2
 from ..hytopk.problem import Problem
-from ..hytopk.score import dot
+from ..hytopk.score import INTERPRET, dot
 from .plan import IndexerPlan
 from .rows import Contributions, coefficients, narrow, upper
-from .selected import load_places
+from .selected import keys_of, load_index
 
 # Fixed-point sums stay below 2**30 steps in magnitude, bounds and rounding included below 2**31.
 SUM_BITS = tl.constexpr(30)
@@ -46,17 +46,17 @@ def _grid_kernel(peak_ptr, hit_ptr, S, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weighted_heads(
-    q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row,
+    p_q, p_w, q_stride_h,
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
-    """w q of ``row`` as [H_PAD, D_PAD]: its upper bfloat16 term, or what that term leaves."""
+    """w q of a row as [H_PAD, D_PAD]: its upper bfloat16 term, or what that term leaves."""
     o_h = tl.arange(0, H_PAD)[:, None]
     o_d = tl.arange(0, D_PAD)[None, :]
     mask = (o_h < H) & (o_d < D)
-    b_q = tl.load(q_ptr + row * q_stride_t + o_h * q_stride_h + o_d, mask=mask, other=0.0).to(tl.float32)
-    product = b_q * tl.load(w_ptr + row * w_stride_t + o_h, mask=o_h < H, other=0.0)
+    b_q = tl.load(p_q + o_h * q_stride_h + o_d, mask=mask, other=0.0).to(tl.float32)
+    product = b_q * tl.load(p_w + o_h, mask=o_h < H, other=0.0)
     if LOWER:
-        return narrow(upper(product - upper(product)))
+        return narrow(product - upper(product))
     else:
         return narrow(upper(product))
 
@@ -128,7 +128,7 @@ def _scatter_kernel(
     FIXED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Adds row row0 + program_id(0)'s contributions to the keys of chunk program_id(1)."""
+    """Adds row row0 + program_id(0)'s contributions to the keys of chunk program_id(1); q is of row0 on."""
     r = tl.program_id(0).to(tl.int64)
     row = row0 + r
     p_span = span_ptr + r * (C + 1) + tl.program_id(1)
@@ -139,34 +139,29 @@ def _scatter_kernel(
     if first < last:
         o_h = tl.arange(0, H_PAD)
         o_d = tl.arange(0, D_PAD)
-        b_high = _weighted_heads(
-            q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row, H, H_PAD, D, D_PAD, False
-        )
-        b_low = _weighted_heads(
-            q_ptr, w_ptr, q_stride_t, q_stride_h, w_stride_t, row, H, H_PAD, D, D_PAD, True
-        )
+        p_q, p_w = q_ptr + r * q_stride_t, w_ptr + row * w_stride_t
+        b_high = _weighted_heads(p_q, p_w, q_stride_h, H, H_PAD, D, D_PAD, False)
+        b_low = _weighted_heads(p_q, p_w, q_stride_h, H, H_PAD, D, D_PAD, True)
         for i in tl.range(first, last, N, num_stages=1):  # one or two steps: nothing to overlap
             place = i + tl.arange(0, N)
-            keys, used, _ = load_places(index_ptr + row * K, place, K, S)
-            used = used & (place < last)
+            index = load_index(index_ptr + row * K, place, last)
+            keys, used = keys_of(index, S)
             c = coefficients(grad_ptr + row * K, k_scale_ptr, keys, place, used, HAS_SCALE)
             p_sign = sign_ptr + (r * K + place)[:, None] * B + (o_h // LANES)[None, :]
             sign = (tl.load(p_sign, mask=used[:, None], other=0) >> (o_h % LANES)[None, :]) & 1
             b_sign = narrow(sign.to(tl.float32))
             added = (dot(b_sign, b_high) + dot(b_sign, b_low)) * c[:, None]
-            mask = (used & (c != 0.0))[:, None] & (o_d < D)[None, :]
+            added = tl.where((c != 0.0)[:, None], added, 0.0)
+            p_dk = dk_ptr + index.to(tl.int64)[:, None] * D + o_d[None, :]
             if FIXED:
                 grid = tl.load(grid_ptr + keys, mask=used, other=0.0)
-                steps = tl.floor(tl.where((grid == grid)[:, None], added * grid[:, None], 0.0) + 0.5).to(
-                    tl.int32
-                )
-                # An unknown offset hides the alignment: one column a lane, so that a warp's additions
-                # fill whole sectors (vectors of integers cannot be added atomically).
-                tl.atomic_add(
-                    dk_ptr + zero + keys[:, None] * D + o_d[None, :], steps, mask=mask, sem="relaxed"
-                )
+                grid = tl.where(grid == grid, grid, 0.0)
+                steps = tl.floor(added * grid[:, None] + 0.5).to(tl.int32)
+                # Unused places have no steps. An unknown offset hides the alignment: one column a lane, so
+                # that a warp's additions fill whole sectors (vectors of integers cannot be added atomically).
+                tl.atomic_add(p_dk + zero, steps, mask=(steps != 0) & (o_d < D)[None, :], sem="relaxed")
             else:
-                tl.atomic_add(dk_ptr + keys[:, None] * D + o_d[None, :], added, mask=mask, sem="relaxed")
+                tl.atomic_add(p_dk, added, mask=used[:, None] & (o_d < D)[None, :], sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -214,8 +209,10 @@ def launch_scatter(
     """Add the contributions of the rows from row0 on to dk [S, D]: float32, or int32 steps of ``grid``."""
     R, C = signs.shape[0], plan.chunks(problem.num_keys)
     spans = launch_spans(indices, problem.num_keys, row0, R, plan)
-    q, _, w, k_scale = problem.pointers()
-    q_stride_t, q_stride_h, _, w_stride_t = problem.strides()
+    _, _, w, k_scale = problem.pointers()
+    q = problem.q[row0 : row0 + R]
+    if q.dtype == torch.float8_e4m3fn:  # once, not for every chunk
+        q = q.to(torch.float32 if INTERPRET else torch.bfloat16)
     _scatter_kernel[(R, C)](
         q,
         w,
@@ -231,9 +228,9 @@ def launch_scatter(
         problem.num_keys,
         C,
         0,
-        q_stride_t,
-        q_stride_h,
-        w_stride_t,
+        q.stride(0),
+        q.stride(1),
+        problem.w.stride(0),
         **problem.constants(),
         H_PAD=problem.padded_heads(),
         FIXED=grid is not None,

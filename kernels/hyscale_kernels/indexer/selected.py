@@ -13,19 +13,16 @@ from .plan import IndexerPlan
 
 
 @triton.jit
-def load_places(p_index, place, K, S):
-    """(keys int64, used, sound) of ``place`` [N] of a row: ascending keys, then -1.
+def load_index(p_index, place, last):
+    """What ``place`` [N] of a row holds; -1 from ``last`` on."""
+    return tl.load(p_index + place, mask=place < last, other=-1)
 
-    ``used`` places hold a key of [0, S); the rest yield key 0. A place is not sound if it holds neither -1
-    nor such a key, or does not ascend from the place before it.
-    """
-    inside = place < K
-    index = tl.load(p_index + place, mask=inside, other=-1)
-    left = tl.load(p_index + place - 1, mask=inside & (place > 0), other=-1)
-    fits = (index >= 0) & (index < S)
-    sound = (fits & (index > left) & ((place == 0) | (left >= 0))) | (index == -1)
-    used = fits & sound
-    return tl.where(used, index, 0).to(tl.int64), used, sound
+
+@triton.jit
+def keys_of(index, S):
+    """(keys int64, used) of ``index`` [N]: ``used`` is a key of [0, S), the rest yields key 0."""
+    used = (index >= 0) & (index < S)
+    return tl.where(used, index, 0).to(tl.int64), used
 
 
 @triton.jit
@@ -46,14 +43,20 @@ def selected_tile(
     D_PAD: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Canonical scores [N] at ``place``: +0 for -0, -inf where unused, NaN where not sound."""
-    keys, used, sound = load_places(p_index, place, K, S)
+    """Canonical scores [N] at ``place``: +0 for -0, -inf at -1, NaN where a place is not sound.
+
+    A sound place holds -1, or a key of [0, S) that ascends from the place before it.
+    """
+    index = load_index(p_index, place, K)
+    left = tl.load(p_index + place - 1, mask=(place < K) & (place > 0), other=-1)
+    keys, used = keys_of(index, S)
+    sound = (used & (index > left) & ((place == 0) | (left >= 0))) | (index == -1)
     b_k = load_keys(k_ptr, k_stride, keys, D, D_PAD)
     score = row_scores(b_q, b_w, b_k, H, H_PAD, N)
     if HAS_SCALE:
         score = score * key_scale(k_scale_ptr, keys)
     score = tl.where(score == 0.0, 0.0, score)
-    return tl.where(used, score, tl.where(sound, float("-inf"), float("nan")))
+    return tl.where(sound, tl.where(used, score, float("-inf")), float("nan"))
 
 
 @triton.jit(do_not_specialize=["K", "S"])

@@ -18,8 +18,8 @@ from ..hytopk.api import NAMESPACE, check_call, check_top_k
 from ..hytopk.selection import check_scales, check_windows
 from .encode import launch_encode
 from .errors import ReplayError
-from .fingerprint import launch_fingerprint
-from .record import PackedSelection, raise_faults, unpack
+from .fingerprint import describe, launch_fingerprint
+from .record import PackedSelection, check_bounds, raise_faults, unpack
 from .tiling import Tiling
 
 Optional = torch.Tensor | None
@@ -55,24 +55,31 @@ def select(
     end: Optional = None,
     k_scale: Optional = None,
     validate: bool = False,
+    label: str = "",
     plan: Plan | None = None,
 ) -> ReplayedSelection:
     """``hytopk``'s selection by way of its packed record. Arguments as for ``hytopk``.
 
     Inside a region under ``checkpoint_with_replay`` or ``replay_context_fn``, the selection kernels run in
     the forward pass alone. Anywhere else it is ``hytopk`` with a detour of two short kernels.
+    ``label`` ("layer 3, microbatch 1") is a note on every error, and stands in what a device asserts.
 
     Raises what ``hytopk`` raises, and ReplayError when the selection kernels are about to run inside a
     backward pass: the region is then recomputed without replay and would select twice. A record that does not
-    decode, or whose windows have changed since it was made, raises CorruptRecordError or ReplayError with
-    ``validate`` (which waits for the device) and always on a CPU; on a GPU it otherwise stops the device by
-    an assertion, because there is no way to go on that is not wrong.
+    decode, or was made with other windows, dtype, heads, head size or top_k, raises CorruptRecordError or
+    ReplayError with ``validate`` (which waits for the device) and always on a CPU; on a GPU it otherwise
+    stops the device by an assertion, because there is no way to go on that is not wrong.
     """
-    record = record_selection(q, k, w, top_k, start=start, end=end, k_scale=k_scale, plan=plan)
-    if validate:
-        check_windows(start, end, k.shape[0])
-        check_scales(k_scale)
-    return decode_record(record, start=start, end=end, validate=validate)
+    try:
+        record = record_selection(q, k, w, top_k, start=start, end=end, k_scale=k_scale, plan=plan)
+        if validate:
+            check_windows(start, end, k.shape[0])
+            check_scales(k_scale)
+        return _decode(record, start, end, validate, True, describe(q, top_k), label)
+    except (TypeError, ValueError, ReplayError) as error:
+        if label:
+            error.add_note(f"in the selection of {label}")
+        raise
 
 
 def record_selection(
@@ -90,7 +97,7 @@ def record_selection(
     check_call(q, k, w, start, end, k_scale)
     sizes = [] if plan is None else plan.as_ints()
     words = _hytopk_record(q.detach(), k.detach(), w.detach(), check_top_k(top_k), start, end, k_scale, sizes)
-    mark = _window_fingerprint(q.detach(), start, end, k.shape[0])
+    mark = _fingerprint(q.detach(), start, end, k.shape[0], top_k)
     return PackedSelection(words, mark, k.shape[0], top_k)
 
 
@@ -104,11 +111,26 @@ def decode_record(
 ) -> ReplayedSelection:
     """The selection in ``record``, which must have been made under the windows ``start``, ``end``.
 
-    Errors as for ``select``; without ``hold`` a GPU goes on, and the caller must look at ``status``.
+    Errors as for ``select``; TypeError or ValueError for windows that cannot be the record's. Without
+    ``hold`` a GPU goes on, and the caller must look at ``status``.
     """
+    return _decode(record, start, end, validate, hold, 0, "")
+
+
+def _decode(
+    record: PackedSelection,
+    start: Optional,
+    end: Optional,
+    validate: bool,
+    hold: bool,
+    inputs: int,
+    label: str,
+) -> ReplayedSelection:
+    check_bounds(start, end, record.num_rows, record.num_keys, record.words.device)
     indices, count, status = _decode_selection(
-        record.words, record.fingerprint, start, end, record.num_keys, record.top_k, hold and not validate
-    )
+        record.words, record.fingerprint, start, end, record.num_keys, record.top_k, inputs,
+        hold and not validate, label,
+    )  # fmt: skip
     selection = ReplayedSelection(indices, count, status)
     if validate:
         selection.check()
@@ -153,15 +175,15 @@ def _(
     return q.new_empty((q.shape[0], RowLayout(k.shape[0], top_k).words), dtype=torch.int32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::window_fingerprint", mutates_args=())
-def _window_fingerprint(q: torch.Tensor, start: Optional, end: Optional, num_keys: int) -> torch.Tensor:
+@torch.library.custom_op(f"{NAMESPACE}::fingerprint", mutates_args=())
+def _fingerprint(q: torch.Tensor, start: Optional, end: Optional, num_keys: int, top_k: int) -> torch.Tensor:
     with torch.cuda.device_of(q):
-        return launch_fingerprint(start, end, q.shape[0], num_keys, q.device)
+        return launch_fingerprint(start, end, q.shape[0], num_keys, q.device, describe(q, top_k))
 
 
-@_window_fingerprint.register_fake
-def _(q: torch.Tensor, start: Optional, end: Optional, num_keys: int) -> torch.Tensor:
-    return q.new_empty((1,), dtype=torch.int64)
+@_fingerprint.register_fake
+def _(q: torch.Tensor, start: Optional, end: Optional, num_keys: int, top_k: int) -> torch.Tensor:
+    return q.new_empty((2,), dtype=torch.int64)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::decode_selection", mutates_args=())
@@ -172,16 +194,19 @@ def _decode_selection(
     end: Optional,
     num_keys: int,
     top_k: int,
+    inputs: int,
     hold: bool,
+    label: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Indices, count and status; ``hold`` stops the device where a row is refused."""
-    indices, count, status = unpack(words, fingerprint, start, end, num_keys, top_k)
+    """Indices, count and status; ``hold`` stops the device where a row is refused, and names ``label``."""
+    indices, count, status = unpack(words, fingerprint, start, end, num_keys, top_k, inputs)
     if words.device.type == "cpu":
         raise_faults(status)
     elif hold:
         torch._assert_async(
             (status == 0).all(),
-            "a packed selection is corrupt, or its windows have changed since the forward pass",
+            f"{label or 'replay'}: a packed selection is corrupt, or its windows or inputs have changed "
+            "since the forward pass (validate=True says more)",
         )
     return indices, count, status
 
@@ -194,7 +219,9 @@ def _(
     end: Optional,
     num_keys: int,
     top_k: int,
+    inputs: int,
     hold: bool,
+    label: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T = words.shape[0]
     return words.new_empty((T, top_k)), words.new_empty((T,)), words.new_empty((T,))

@@ -22,9 +22,9 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def kept_operators() -> list[Any]:
-    """The operators whose results replay keeps: the packed record, and 8 bytes that identify its windows."""
+    """The operators whose results replay keeps: the packed record, and 16 bytes about windows and inputs."""
     operators = getattr(torch.ops, NAMESPACE)
-    return [operators.hytopk_record.default, operators.window_fingerprint.default]
+    return [operators.hytopk_record.default, operators.fingerprint.default]
 
 
 def replay_policy(policy: Policy | None = None) -> Policy:

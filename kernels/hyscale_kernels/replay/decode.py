@@ -12,6 +12,7 @@ A corrupt row decodes to no key at all (-1 everywhere, count 0) and sets its sta
     8   indices that do not ascend
     16  the checksum differs
     32  the windows are not those of the record, by their fingerprints: every row is then refused
+    64  the inputs are not those of the record, likewise
 
 Shape letters: T rows, K = top_k, M places of a row (codec.RowLayout.places), l low bits.
 """
@@ -33,8 +34,9 @@ FAULTS = {
     8: "indices do not ascend",
     16: "the checksum differs",
     32: "windows differ from those of the record",
+    64: "dtype, heads, head size or top_k differ from those of the record",
 }
-WINDOWS_CHANGED = 32
+OTHER_CALL = 32 | 64
 
 
 @triton.jit
@@ -66,11 +68,14 @@ def _low_part(p_low, place, mask, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
-def _other_windows(mark_ptr, seen_ptr, HAS_MARK: tl.constexpr):
-    """32 if two fingerprints differ, else 0."""
+def _other_call(mark_ptr, seen_ptr, HAS_MARK: tl.constexpr):
+    """32 if two fingerprints differ in their windows, plus 64 if in their inputs, where both know them."""
     differ = 0
     if HAS_MARK:
         differ = tl.where(tl.load(mark_ptr) != tl.load(seen_ptr), 32, 0)
+        then = tl.load(mark_ptr + 1)
+        now = tl.load(seen_ptr + 1)
+        differ += tl.where((then != now) & (then != 0) & (now != 0), 64, 0)
     return differ
 
 
@@ -185,7 +190,7 @@ def _decode_kernel(
         tl.store(p_index + place, index, mask=live & (place < M))
     difference = summed.to(tl.int32)[:, None] != checksum
     status = status | tl.max(tl.where(difference & (status == 0)[:, None], 16, 0), axis=1)
-    status = status | _other_windows(mark_ptr, seen_ptr, HAS_MARK)
+    status = status | _other_call(mark_ptr, seen_ptr, HAS_MARK)
     count = _finish(p_index, status, count, live, K, M, ROWS, BLOCK)
     tl.store(count_ptr + rows, count, mask=live)
     tl.store(status_ptr + rows, status[:, None], mask=live)
@@ -237,7 +242,7 @@ def _decode_raw_kernel(
         index = value.to(tl.int64) + start
         status = status | tl.max(tl.where(used & (index >= limit), 4, 0), axis=1)
         tl.store(p_index + place, tl.where(used, index.to(tl.int32), -1), mask=live & (place < M))
-    status = status | _other_windows(mark_ptr, seen_ptr, HAS_MARK)
+    status = status | _other_call(mark_ptr, seen_ptr, HAS_MARK)
     count = _finish(p_index, status, count, live, K, M, ROWS, BLOCK)
     tl.store(count_ptr + rows, count, mask=live)
     tl.store(status_ptr + rows, status[:, None], mask=live)
@@ -255,7 +260,7 @@ def launch_decode(
     """(indices int32 [T, K], count int32 [T], status int32 [T]) of packed rows ``words`` int32 [T, words].
 
     ``start`` must be the windows' starts that the rows were packed with. With ``end``, an index at or beyond
-    its row's end is corrupt as well. ``fingerprints`` are those of the windows then and now, int64 [1] each.
+    its row's end is corrupt as well. ``fingerprints`` are those then and now, int64 [2] each.
     """
     T = words.shape[0]
     layout = RowLayout(num_keys, top_k)

@@ -10,7 +10,7 @@ import torch
 
 from hyscale_ref.codec import CorruptRecordError, RowLayout
 
-from .decode import FAULTS, WINDOWS_CHANGED, launch_decode
+from .decode import FAULTS, OTHER_CALL, launch_decode
 from .encode import launch_encode
 from .errors import ReplayError
 from .fingerprint import launch_fingerprint
@@ -24,7 +24,7 @@ class PackedSelection:
     """The selection of T rows as packed words (the format is hyscale_ref.codec's).
 
     words        int32 [T, row_words(num_keys, top_k)]
-    fingerprint  int64 [1], of the windows it was made with
+    fingerprint  int64 [2], of the windows and of the inputs it was made with (fingerprint.py)
     num_keys     S
     top_k        K
 
@@ -45,8 +45,8 @@ class PackedSelection:
                 f"words has shape {list(self.words.shape)}; for {self.num_keys} keys and top_k {self.top_k} "
                 f"it must be [T, {wanted}]"
             )
-        if self.fingerprint.shape[0] != 1:
-            raise ValueError(f"fingerprint has shape {list(self.fingerprint.shape)}; it must be [1]")
+        if self.fingerprint.shape[0] != 2:
+            raise ValueError(f"fingerprint has shape {list(self.fingerprint.shape)}; it must be [2]")
 
     @property
     def num_rows(self) -> int:
@@ -106,19 +106,7 @@ def import_selection(
         raise ValueError(f"indices has shape {list(indices.shape)}; it must be [T, K] with K >= 1")
     T, K = indices.shape
     RowLayout(num_keys, K)  # raises for sizes beyond the format
-    for name, value in (("start", start), ("end", end)):
-        if value is not None:
-            _check(name, value, torch.int32, 1)
-            if value.shape[0] != T or value.device != indices.device:
-                raise ValueError(
-                    f"{name} has shape {list(value.shape)} on {value.device}; it must be [{T}] on "
-                    f"{indices.device}"
-                )
-    if start is None and end is None and num_keys != T:
-        raise ValueError(
-            "start and end are missing; the causal default needs as many rows as keys, "
-            f"got T = {T}, num_keys = {num_keys}"
-        )
+    check_bounds(start, end, T, num_keys, indices.device)
     row = torch.arange(T, device=indices.device)
     low = torch.zeros_like(row) if start is None else start.long()
     high = (row + 1 if start is None else torch.full_like(row, num_keys)) if end is None else end.long()
@@ -139,6 +127,22 @@ def import_selection(
     return PackedSelection(words, fingerprint, num_keys, K)
 
 
+def check_bounds(start: Optional, end: Optional, T: int, num_keys: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``start``, ``end`` can be the windows of T rows on ``device``."""
+    for name, value in (("start", start), ("end", end)):
+        if value is not None:
+            _check(name, value, torch.int32, 1)
+            if value.shape[0] != T or value.device != device:
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)} on {value.device}; it must be [{T}] on {device}"
+                )
+    if start is None and end is None and num_keys != T:
+        raise ValueError(
+            "start and end are missing; the causal default needs as many rows as keys, "
+            f"got T = {T}, num_keys = {num_keys}"
+        )
+
+
 def unpack(
     words: torch.Tensor,
     fingerprint: torch.Tensor,
@@ -146,10 +150,12 @@ def unpack(
     end: Optional,
     num_keys: int,
     top_k: int,
+    inputs: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(indices, count, status) of packed words, decoded under the windows given; see ``launch_decode``."""
+    """(indices, count, status) of packed words, decoded under the windows given, for ``inputs``
+    (``fingerprint.describe``; 0: any); see ``launch_decode``."""
     with torch.cuda.device_of(words):
-        seen = launch_fingerprint(start, end, words.shape[0], num_keys, words.device)
+        seen = launch_fingerprint(start, end, words.shape[0], num_keys, words.device, inputs)
         return launch_decode(
             words, start, end, (fingerprint, seen), num_keys, top_k, Tiling.default(words.device)
         )
@@ -158,7 +164,7 @@ def unpack(
 def raise_faults(status: torch.Tensor) -> None:
     """Wait for the device and raise for the first row whose decoding status int32 [T] is not 0.
 
-    ReplayError if the windows are not those of the record, CorruptRecordError (a ValueError) otherwise.
+    ReplayError if windows or inputs are not those of the record, CorruptRecordError (a ValueError) otherwise.
     """
     bad = status.nonzero()
     if bad.numel() == 0:
@@ -166,10 +172,11 @@ def raise_faults(status: torch.Tensor) -> None:
     row = int(bad[0])
     found = int(status[row])
     what = "; ".join(text for bit, text in FAULTS.items() if found & bit)
-    if found & WINDOWS_CHANGED:
+    if found & OTHER_CALL:
+        different = " and ".join(FAULTS[bit] for bit in (32, 64) if found & bit)
         raise ReplayError(
-            f"the {FAULTS[WINDOWS_CHANGED]}: recompute with the start and end of the forward pass (were they "
-            "written to in between, or do they belong to another microbatch?)"
+            f"{different}: recompute with the arguments of the forward pass (were they written to in "
+            "between, or do they belong to another microbatch?)"
         )
     raise CorruptRecordError(f"packed row {row} is corrupt: {what}; {bad.shape[0]} row(s) are")
 

@@ -20,7 +20,7 @@ an exception leaves the frame as it was before it.
 Shape letters: T queries, S keys, H heads, D head size, K = top_k.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +32,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from hyscale_ref.codec import CorruptRecordError
 
 from ..hytopk import Plan
+from ..hytopk.api import check_call, check_top_k
 from .api import ReplayedSelection, decode_record, record_selection
 from .errors import ReplayError
 from .record import PackedSelection
@@ -40,6 +41,7 @@ from .store import Held, Slot, Store
 P = ParamSpec("P")
 R = TypeVar("R")
 Name = int | str
+Facts = dict[str, Any]
 Optional = torch.Tensor | None
 
 
@@ -66,17 +68,15 @@ class Consumer:
 
 @dataclass(slots=True)
 class Entry:
-    """A record of a frame; ``slot`` is None once every consumer has replayed it."""
+    """A record of a frame; ``slot`` is None once every consumer has replayed it.
+
+    ``facts`` are what is known of the selection by name: "rows", "keys", "top_k", "device" and, unless the
+    record was loaded, "dtype", "heads" and "head size". A replay must not differ in one of them.
+    """
 
     slot: Slot | None
-    num_rows: int
-    num_keys: int
-    top_k: int
-    device: torch.device
+    facts: Facts
     consumers: dict[Name, Consumer]
-
-    def sizes(self) -> tuple[int, int, int, torch.device]:
-        return self.num_rows, self.num_keys, self.top_k, self.device
 
 
 @dataclass(slots=True)
@@ -146,8 +146,7 @@ class SelectionTape:
         if left:
             raise ReplayError(
                 f"records are left at the end of the step ({'; '.join(left)}): their backward pass did not "
-                f"run, "
-                "or did not recompute those layers. discard(microbatch) drops them on purpose"
+                "run, or did not recompute those layers. discard(microbatch) drops them on purpose"
             )
         if findings:
             for (microbatch, layer, _), bits in zip(
@@ -157,7 +156,7 @@ class SelectionTape:
                     raise ReplayError(
                         f"microbatch {microbatch!r}, layer {layer!r}: the record was refused on the device "
                         f"(status {bits}, see decode.FAULTS): it was corrupt, or the windows had changed "
-                        "since the forward pass. The gradients of this step are wrong"
+                        "since the forward pass. The gradients of this step are wrong: drop them (zero_grad)"
                     )
 
 
@@ -210,23 +209,36 @@ class Frame:
     ) -> ReplayedSelection:
         """The selection of ``layer``: selected and recorded, or replayed, as the run demands.
 
-        ``consumers`` are the other layers that reuse it (``reuse``); all must be named here. The rest is as
-        for ``replay.select``.
+        ``consumers`` are the other layers that reuse it (``reuse``); all must be named here, or in ``load``.
+        The rest is as for ``replay.select``, errors in arguments included: a note says where they happened.
         """
         run = self._current(layer)
+        try:
+            check_call(q, k, w, start, end, k_scale)
+            check_top_k(top_k)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"in microbatch {self.microbatch!r}, layer {layer!r}")
+            raise
+        T, H, D = q.shape
+        facts: Facts = {"rows": T, "keys": k.shape[0], "top_k": top_k, "device": q.device}
+        facts |= {"dtype": q.dtype, "heads": H, "head size": D}
+        entry = self._entries.get(layer)
+        if entry is not None and not entry.consumers.keys() >= set(consumers):
+            raise self._error(
+                layer, layer, f"names the consumers {_listed(consumers)}, but was recorded for "
+                f"{_listed(entry.consumers)}. Name them where it is recorded, or in load"
+            )  # fmt: skip
         if run.kind is Run.RECORD:
-            entry = self._entries.get(layer)
             if entry is None:
                 record = record_selection(q, k, w, top_k, start=start, end=end, k_scale=k_scale, plan=plan)
-                self._put(layer, record, consumers)
+                self._put(layer, record, facts, consumers)
                 run.recorded.append(layer)
             elif entry.consumers[layer].read:
                 raise self._error(
                     layer, layer, "is recorded already: one frame records a layer once. Give each microbatch "
                     "its own frame, and each selection of a layer its own name"
                 )  # fmt: skip
-        sizes = (q.shape[0], k.shape[0], top_k, q.device)
-        return self._read(layer, layer, run, sizes, start, end)
+        return self._read(layer, layer, run, facts, start, end)
 
     def reuse(
         self,
@@ -244,23 +256,25 @@ class Frame:
         ``num_rows``, ``num_keys`` and ``top_k`` say what ``layer`` expects.
         """
         run = self._current(layer)
-        known = self._entries.get(source)
-        device = torch.device("cpu") if known is None else known.device
-        return self._read(source, layer, run, (num_rows, num_keys, top_k, device), start, end)
+        facts = {"rows": num_rows, "keys": num_keys, "top_k": top_k}
+        return self._read(source, layer, run, facts, start, end)
 
     def load(self, layer: Name, record: PackedSelection, *, consumers: Sequence[Name] = ()) -> None:
         """Give ``layer`` a record from elsewhere; its ``select`` will read it and run no selection."""
         if not isinstance(record, PackedSelection):
             raise TypeError(f"record must be a PackedSelection, got {type(record).__name__}")
         if layer in self._entries:
-            raise self._error(layer, layer, "has a record already")
-        self._put(layer, record, consumers)
+            raise self._error(
+                layer, layer, "has a record already: load before the forward pass, into a frame of its own"
+            )
+        facts = {"rows": record.num_rows, "keys": record.num_keys, "top_k": record.top_k}
+        self._put(layer, record, facts | {"device": record.words.device}, consumers)
 
     def export(self, layer: Name) -> PackedSelection:
         """The record of ``layer``, to serialise or hand on; it stays on the tape."""
         entry = self._entries.get(layer)
         if entry is None or entry.slot is None:
-            raise self._error(layer, layer, "has no record to export")
+            raise self._error(layer, layer, "has no record to export: none was made, or all have replayed it")
         return entry.slot.take()
 
     def prefetch(self, layer: Name) -> None:
@@ -268,7 +282,7 @@ class Frame:
         begin."""
         entry = self._entries.get(layer)
         if entry is None or entry.slot is None:
-            raise self._error(layer, layer, "has no record to fetch")
+            raise self._error(layer, layer, "has no record to fetch: none was made, or all have replayed it")
         entry.slot.prefetch()
 
     # State
@@ -282,8 +296,8 @@ class Frame:
         waiting = []
         for layer, entry in self._entries.items():
             if entry.slot is not None:
-                names = ", ".join(repr(name) for name, each in entry.consumers.items() if not each.replayed)
-                waiting.append(f"layer {layer!r} awaits replay by {names}")
+                names = [name for name, each in entry.consumers.items() if not each.replayed]
+                waiting.append(f"layer {layer!r} awaits replay by {_listed(names)}")
         return "; ".join(waiting) or "nothing held"
 
     def clear(self) -> None:
@@ -348,15 +362,10 @@ class Frame:
             self._entries[source].consumers[consumer].replayed = True
             self._release(source)
 
-    def _put(self, layer: Name, record: PackedSelection, consumers: Sequence[Name]) -> None:
+    def _put(self, layer: Name, record: PackedSelection, facts: Facts, consumers: Sequence[Name]) -> None:
         names = dict.fromkeys((layer, *consumers))
         self._entries[layer] = Entry(
-            self._tape._store.put(record),
-            record.num_rows,
-            record.num_keys,
-            record.top_k,
-            record.words.device,
-            {name: Consumer() for name in names},
+            self._tape._store.put(record), facts, {name: Consumer() for name in names}
         )
 
     def _read(
@@ -364,42 +373,49 @@ class Frame:
         source: Name,
         consumer: Name,
         run: _Open,
-        sizes: tuple[int, int, int, torch.device],
+        facts: Facts,
         start: Optional,
         end: Optional,
     ) -> ReplayedSelection:
         entry = self._entries.get(source)
         if entry is None:
-            recorded = ", ".join(repr(name) for name in self._entries) or "none"
             raise self._error(
-                source, consumer, f"has no record (recorded: {recorded}). Its forward pass ran outside a "
-                "recording run, failed, or belongs to another frame"
+                source, consumer, f"has no record (recorded: {_listed(self._entries)}). Its forward pass ran "
+                "outside a recording run, failed, or belongs to another frame: run it again under this one"
             )  # fmt: skip
         state = entry.consumers.get(consumer)
         if state is None:
-            declared = ", ".join(repr(name) for name in entry.consumers)
-            raise self._error(source, consumer, f"was not declared for it (declared: {declared})")
+            raise self._error(
+                source, consumer, f"was not declared for it (declared: {_listed(entry.consumers)}). Name it "
+                "among the consumers where the selection is recorded"
+            )  # fmt: skip
         if run.kind is Run.RECORD and state.read:
-            raise self._error(source, consumer, "has read it already in this forward pass")
+            raise self._error(
+                source,
+                consumer,
+                "has read it already in this forward pass: give each reader a name of its own",
+            )
         if run.kind is not Run.RECORD:
             if state.replayed or entry.slot is None:
                 raise self._error(
                     source, consumer, "has replayed it already: a record serves one backward pass. For a "
-                    "second "
-                    "one, run the forward pass again"
+                    "second one, run the forward pass again"
                 )  # fmt: skip
             if not state.read:
-                raise self._error(source, consumer, "replays it without having read it in the forward pass")
-        if sizes != entry.sizes():
-            names = ("rows", "keys", "top_k", "device")
-            changed = [
-                f"{name} {then} then, {now} now"
-                for name, then, now in zip(names, entry.sizes(), sizes, strict=True)
-                if then != now
-            ]
+                raise self._error(
+                    source, consumer, "replays it without having read it in the forward pass: call reuse "
+                    "there as well"
+                )  # fmt: skip
+        changed = [
+            f"{name} {entry.facts[name]} then, {now} now"
+            for name, now in facts.items()
+            if name in entry.facts and entry.facts[name] != now
+        ]
+        if changed:
             raise self._error(
-                source, consumer, f"asks for other sizes than were recorded: {', '.join(changed)}"
-            )
+                source, consumer, f"asks for something else than was recorded: {', '.join(changed)}. "
+                "Recompute with what the forward pass had; or is this another microbatch's frame?"
+            )  # fmt: skip
         assert entry.slot is not None
         selection = self._decode(source, consumer, entry.slot, start, end)
         run.touched.append((source, consumer))
@@ -419,6 +435,9 @@ class Frame:
             selection = decode_record(slot.take(), start=start, end=end, hold=False)
         except (CorruptRecordError, ReplayError) as error:
             raise self._error(source, consumer, f"got no selection from it: {error}") from error
+        except (TypeError, ValueError) as error:
+            error.add_note(f"in microbatch {self.microbatch!r}, layer {consumer!r}")
+            raise
         if selection.status.device.type != "cpu" and selection.status.numel():
             self._tape._findings.append((self.microbatch, consumer, selection.status.amax()))
         return selection
@@ -436,8 +455,7 @@ class Frame:
         if not self._runs:
             raise self._error(
                 layer, layer, "was reached outside a run: wrap the checkpointed function in frame.region, or "
-                "the "
-                "passes in frame.recording() and frame.replaying(). To select without a tape: replay.select"
+                "the passes in frame.recording() and frame.replaying(). Without a tape: replay.select"
             )  # fmt: skip
         return self._runs[-1]
 
@@ -492,8 +510,13 @@ class _Region:
         if missing:
             source, consumer = missing[0]
             raise self._frame._error(
-                source, consumer, "was recorded by this region, and its recomputation did not ask for it"
-            )
+                source, consumer, "was recorded by this region, and its recomputation did not ask for it: "
+                "both runs must go through the same layers"
+            )  # fmt: skip
 
     def _named(self) -> str:
-        return ", ".join(repr(source) for source, _ in self._seen or ()) or "none"
+        return _listed(source for source, _ in self._seen or ())
+
+
+def _listed(names: Iterable[Name]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"

@@ -13,6 +13,7 @@ WORDS, CASES, CORRUPT, WINDOWS = (
     "corrupt_words_are_refused",
     "changed_windows_are_refused",
 )
+INPUTS = "changed_inputs_are_refused"
 SCORES, GRADIENTS, ORDER = (
     "selected_scores_are_the_selections",
     "selected_gradients_within_bounds",
@@ -94,6 +95,13 @@ MUTANTS: tuple[Mutant, ...] = (
         WINDOWS,
         LIFE,
     ),
+    _decode(
+        "inputs_not_compared",
+        "(then != now) & (then != 0)",
+        "(then != then) & (then != 0)",
+        "a record is replayed to another dtype, other heads or another top_k",
+        INPUTS,
+    ),
     _windows(
         "ends_left_out",
         "end * 0x3F58476D1CE4E5B9",
@@ -161,8 +169,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _tape(
         "sizes_not_compared",
-        "        if sizes != entry.sizes():\n",
-        "        if sizes[3] != entry.sizes()[3]:\n",
+        "if name in entry.facts and entry.facts[name] != now",
+        'if name == "device" and entry.facts.get(name, now) != now',
         "another top_k, or other numbers of rows and keys, replay without an error",
         LIFE,
     ),
@@ -210,15 +218,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _scores(
         "unused_place_scores",
-        'return tl.where(used, score, tl.where(sound, float("-inf"), float("nan")))',
+        'return tl.where(sound, tl.where(used, score, float("-inf")), float("nan"))',
         'return tl.where(sound, score, float("nan"))',
         "unused places get the score of key 0",
         SCORES,
     ),
     _scores(
         "next_key_refused",
-        "fits & (index > left) &",
-        "fits & (index > left + 1) &",
+        "used & (index > left) &",
+        "used & (index > left + 1) &",
         "a key right after the one before it counts as out of order: its score is NaN",
         SCORES,
     ),
@@ -231,15 +239,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _rows(
         "low_term_dropped",
-        "        wide = narrow(exact.to(tl.float32))\n        acc = dot(wide, narrow(x_low)) + acc\n",
-        "        wide = narrow(exact.to(tl.float32))\n",
+        "tl.join(x_high, x - x_high)",
+        "tl.join(x_high, x_high - x_high)",
         "dq loses the second term of the coefficients: bfloat16 accuracy",
         GRADIENTS,
     ),
     _scatter(
         "scatter_to_the_place",
-        "tl.atomic_add(dk_ptr + keys[:, None] * D + o_d[None, :], added",
-        "tl.atomic_add(dk_ptr + place[:, None] * D + o_d[None, :], added",
+        "p_dk = dk_ptr + index.to(tl.int64)[:, None] * D",
+        "p_dk = dk_ptr + place.to(tl.int64)[:, None] * D",
         "dk is added at the place in the row instead of the key",
         GRADIENTS,
     ),

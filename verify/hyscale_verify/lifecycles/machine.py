@@ -423,7 +423,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
 
         def _know(self, microbatch: int, layer: int, problem: int, consumers: list[int]) -> None:
             words = replay.record.RowLayout(S, K).words
-            self.model[microbatch, layer] = Known(problem, 4 * T * words + 8, consumers)
+            self.model[microbatch, layer] = Known(problem, 4 * T * words + 16, consumers)
 
         def _forget(self, microbatch: int) -> None:
             del self.frames[microbatch]

@@ -187,6 +187,46 @@ def changed_windows_are_refused(trial: Trial) -> None:
     raise FalsifiedError(f"{which}[{row}] changed by {step}, and the record decoded", (row,))
 
 
+@promise("replay: codec", ("tie_rich", "odd_sizes"), needs=["hytopk"])
+def changed_inputs_are_refused(trial: Trial) -> None:
+    """Under a checkpoint policy a record serves no other dtype, heads, head size and top_k than its own."""
+    replay = trial.hytopk.module("replay")
+    case = trial.case
+    trial.assume(case.num_queries > 0 and case.dtype != "fp8" and case.q.shape[2] > 1)
+    t = case.tensors(trial.device)
+    K = t.top_k
+    change = trial.draw(st.sampled_from(("nothing", "dtype", "heads", "head size", "top_k")), "change")
+    changed = {
+        "nothing": (t.q, t.k, t.w, K),
+        "dtype": (*(each.to(_another(t.q.dtype)) for each in (t.q, t.k)), t.w, K),
+        "heads": (torch.cat([t.q, t.q], dim=1), t.k, torch.cat([t.w, t.w], dim=1), K),
+        "head size": (t.q[..., :-1], t.k[:, :-1], t.w, K),
+        "top_k": (t.q, t.k, t.w, K + 1),
+    }[change]
+    runs = iter(((t.q, t.k, t.w, K), changed))
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        q, k, w, top_k = next(runs)
+        selection = replay.select(q, k, w, top_k, **t.windows, validate=True)
+        product: torch.Tensor = x.sin() * selection.count.sum()
+        return product
+
+    x = torch.ones(1, device=trial.device, requires_grad=True)
+    out = replay.checkpoint_with_replay(region, x, preserve_rng_state=False)
+    try:
+        out.sum().backward()
+    except (replay.ReplayError, ValueError) as error:
+        if change == "nothing":
+            raise FalsifiedError(f"a correct use was refused: {error}") from error
+        return
+    if change != "nothing":
+        raise FalsifiedError(f"{change} changed, and the record served the recomputation")
+
+
+def _another(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float16 else torch.float16
+
+
 @promise(
     "replay: scores", (*FINITE, "infinities", "strided_storage"), needs=["hytopk"], share=FEW, why_few=WHY_FEW
 )
@@ -452,6 +492,7 @@ PROPERTIES: tuple[Property, ...] = (
     rows_of_any_size_follow_the_format,
     corrupt_words_are_refused,
     changed_windows_are_refused,
+    changed_inputs_are_refused,
     selected_scores_are_the_selections,
     selected_gradients_within_bounds,
     fixed_point_does_not_depend_on_order,

@@ -61,7 +61,7 @@ def test_rows_decode_by_themselves(record: PackedSelection) -> None:
 
 def test_size_is_the_reference_s_and_never_above_int32(record: PackedSelection) -> None:
     assert record.words.shape == (S, codec.row_words(S, K))
-    assert record.nbytes == 4 * S * codec.row_words(S, K) + 8
+    assert record.nbytes == 4 * S * codec.row_words(S, K) + 16
     assert codec.packed_bits_per_index(2**20, 2048) <= 11.1
     for keys in (1, 2, 5, 31, 1000, 2**20, 2**31 - 1):
         for top_k in (1, 2, 3, 64, 2048, 8192):
@@ -88,7 +88,7 @@ def test_imported_indices_in_any_order_are_the_selection(
         shuffled = torch.where(shuffled >= 0, shuffled - windows["start"][:, None].to(dtype), -1)
     again = import_selection(shuffled, S, **windows, local=local)
     assert torch.equal(again.words, record.words)
-    assert torch.equal(again.fingerprint, record.fingerprint)
+    assert again.fingerprint.tolist() == [record.fingerprint[0], 0], "its inputs are not known"
 
 
 def changed(place: tuple[int, int], value: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_changed_windows_are_an_error(
             ValueError,
             r"words has shape \[2, 3\]; for 40",
         ),
-        ({"fingerprint": torch.zeros(2, dtype=torch.int64)}, ValueError, r"fingerprint has shape \[2\]"),
+        ({"fingerprint": torch.zeros(1, dtype=torch.int64)}, ValueError, r"fingerprint has shape \[1\]"),
         (
             {"num_keys": 41_000},
             ValueError,

@@ -230,8 +230,11 @@ def misuse() -> dict[str, tuple[Callable[[SelectionTape, Frame, Any], Any], str]
         "recorded twice": (twice_recorded, "microbatch 5, layer 7: is recorded already: one frame records"),
         "no record": (without_record, r"microbatch 5, layer 8: has no record \(recorded: 7\)"),
         "replayed twice": (twice_replayed, "microbatch 5, layer 7: has replayed it already"),
-        "other top_k": (other_top_k, "layer 7: asks for other sizes than were recorded: top_k 3 then, 4 now"),
-        "other rows": (other_rows, "layer 7: asks for other sizes than were recorded: rows 5 then, 4 now"),
+        "other top_k": (
+            other_top_k,
+            "layer 7: asks for something else than was recorded: top_k 3 then, 4 now",
+        ),
+        "other rows": (other_rows, "layer 7: asks for something else than was recorded: rows 5 then, 4 now"),
         "other windows": (other_windows, "microbatch 5, layer 7: "),
         "undeclared": (undeclared, r"layer 9, record of layer 7: was not declared for it \(declared: 7\)"),
         "unread": (unread, "layer 9, record of layer 7: replays it without having read it in the forward"),

@@ -249,6 +249,6 @@ def test_float8_wants_the_sources_of_its_gradients(inputs: Inputs) -> None:
     ],
 )
 def test_a_plan_that_cannot_run_names_the_size(change: dict[str, int], message: str) -> None:
-    sizes = dict(zip(IndexerPlan.__slots__, (32, 32, 1, 1, 32, 1, 64), strict=True))
+    sizes = dict(zip(IndexerPlan.__slots__, (32, 32, 1, 1, 32, 1, 64, 0), strict=True))
     with pytest.raises(ValueError, match=message):
         IndexerPlan(**(sizes | change))
