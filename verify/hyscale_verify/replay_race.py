@@ -4,9 +4,10 @@
 Shape: GLM-5.1's indexer (H = 32, D = 128, K = 2048), T = 8,192 rows over S = 1,048,576 keys, selected by
 HyTopK from random inputs.
 
-Floors: bytes that must move through device memory at the measured copy rate; bytes gathered or added through
-the second-level cache; FLOPs of the products at the measured GEMM rate. A time is listed with each of them,
-not with their sum, because they overlap.
+Floors: bytes that must move through device memory at the measured copy rate; bytes gathered through the
+second-level cache; FLOPs of the products at the measured GEMM rate; for dk, the T K D atomic additions by
+themselves, at the same addresses in the same order, timed in the same race. A time is listed with each of
+them, not with their sum, because they overlap.
 """
 
 import sys
@@ -20,6 +21,7 @@ import torch
 from hyscale_kernels.hytopk import hytopk
 from hyscale_kernels.indexer import IndexerPlan, backward_workspace_bytes, indexer_loss, selected_scores
 from hyscale_kernels.indexer.api import _backward
+from hyscale_kernels.profiling.additions import add_ones
 from hyscale_kernels.profiling.timing import interleaved, peak_extra_bytes
 from hyscale_kernels.provenance import environment
 from hyscale_kernels.replay import CorruptRecordError, decode_record, import_selection
@@ -38,6 +40,8 @@ TARGETS_MS = {
 }
 COPY_BYTES_PER_S = 4.30e12  # device copy, measured on this GPU model
 CACHE_BYTES_PER_S = 6.3e12  # gathers that hit the second-level cache, likewise
+# Most that the allocator's rounding adds to the bytes that a backward pass states.
+ROUNDING_BYTES = 8 * 2**20
 GEMM_FLOPS = {"bf16": 0.69e15, "fp16": 0.69e15, "fp8": 1.3e15}
 
 Record = dict[str, Any]
@@ -263,7 +267,6 @@ def floors(case: Case, words: int) -> dict[str, dict[str, float]]:
     backward = {
         "memory": memory(4 * rows + table + S * D * (4 + 4 + (4 if case.dtype == "fp8" else 2))),
         "cache_gathers": cache(gathered),
-        "cache_additions": cache(4 * T * K * D),
         "products": product + 4 * exact,
     }
     return {
@@ -305,36 +308,54 @@ def times(dtype: str) -> Iterator[Record]:
             ),
             **calls,
         }
-    shape = {"T": T, "S": S, "H": H, "D": D, "K": K}
+    for kind in (torch.float32, torch.int32):
+        calls[f"additions alone, {str(kind).removeprefix('torch.')}"] = add_ones(case.indices, S, D, kind)
     lowest = floors(case, words.shape[1])
-    for name, timing in interleaved(calls, rounds=9, budget_s=6.0).items():
-        extra = peak_extra_bytes(calls[name])
-        record: Record = {
+    measured = interleaved(calls, rounds=9, budget_s=6.0)
+    for way, alone in (("atomic", "float32"), ("fixed-point", "int32")):
+        floor = lowest[f"backward, {way} dk"] = dict(lowest[f"backward, {way} dk"])
+        floor["additions"] = measured[f"additions alone, {alone}"].median_ms
+    for name, timing in measured.items():
+        yield {
             "claim": "time",
             "call": name,
             "dtype": dtype,
-            "shape": shape,
+            "shape": {"T": T, "S": S, "H": H, "D": D, "K": K},
             "median_ms": round(timing.median_ms, 4),
             "p20_ms": round(timing.p20_ms, 4),
             "p80_ms": round(timing.p80_ms, 4),
             "samples": timing.samples,
             "floor_ms": {key: round(value, 4) for key, value in lowest.get(name, {}).items()},
-            "peak_extra_bytes": extra,
+            "peak_extra_bytes": peak_extra_bytes(calls[name]),
+            **_target(name, timing.median_ms),
         }
-        if name.startswith("backward"):
-            stated = backward_workspace_bytes(T, S, H, D, K, fixed_point="fixed" in name)
-            record["stated_workspace_bytes"] = stated
-        if name in TARGETS_MS:
-            record["target_ms"] = TARGETS_MS[name]
-            record["holds"] = timing.median_ms <= TARGETS_MS[name]
-        yield record
-    if dtype == "bf16":
+    for way in ("atomic", "fixed-point"):
+        stated = backward_workspace_bytes(T, S, H, D, K, fixed_point=way == "fixed-point")
+        extra = peak_extra_bytes(calls[f"backward, {way} dk"])
         yield {
-            "claim": "packed size at S = 1,048,576, K = 2048, counts included",
-            "bits_an_index": words.nbytes * 8 / case.indices.numel(),
-            "bytes_a_token_and_layer": words.nbytes / T,
-            "holds": words.nbytes * 8 / case.indices.numel() <= 11.1,
+            "claim": "a backward pass allocates at most what is stated",
+            "call": f"backward, {way} dk",
+            "dtype": dtype,
+            "peak_extra_bytes": extra,
+            "stated_workspace_bytes": stated,
+            "holds": extra <= stated + ROUNDING_BYTES,
         }
+    if dtype == "bf16":
+        for rows, sets in (("selected by HyTopK from random inputs", words), ("one run of keys", packed)):
+            bits = sets.nbytes * 8 / case.indices.numel()
+            yield {
+                "claim": "packed size at S = 1,048,576, K = 2048, counts included",
+                "rows": rows,
+                "bits_an_index": bits,
+                "bytes_a_token_and_layer": sets.nbytes / T,
+                "holds": bits <= 11.1,
+            }
+
+
+def _target(call: str, median_ms: float) -> Record:
+    if call not in TARGETS_MS:
+        return {}
+    return {"target_ms": TARGETS_MS[call], "holds": median_ms <= TARGETS_MS[call]}
 
 
 def sweep(dtype: str) -> None:
@@ -348,18 +369,20 @@ def sweep(dtype: str) -> None:
         )
     for chunk in (2**14, 2**16, 2**17):
         plans[f"chunk_keys={chunk}"] = replace(base, chunk_keys=chunk)
-    for keys, stages, warps in ((64, 1, 4), (64, 3, 4), (64, 2, 8), (128, 2, 8), (128, 1, 4)):
-        plans[f"backward_keys={keys} stages={stages} warps={warps}"] = replace(
-            base, backward_keys=keys, stages=stages, warps=warps
-        )
-    sizes = {name: plan.as_ints() for name, plan in plans.items()}
+    names = ("backward_keys", "stages", "warps", "registers")
+    for sizes in (
+        (64, 1, 4, 168), (64, 2, 4, 0), (64, 2, 4, 128), (64, 3, 4, 168), (64, 2, 8, 0), (64, 1, 8, 128),
+        (128, 2, 8, 0),
+    ):  # fmt: skip
+        changed = dict(zip(names, sizes, strict=True))
+        plans[" ".join(f"{name}={size}" for name, size in changed.items())] = replace(base, **changed)
     rows_only = {
         f"{name}, dq and dw alone": (
             lambda plan=plan: _backward(
-                case.grad, case.q, case.k, case.w, case.indices, case.k_scale, False, False, plan
+                case.grad, case.q, case.k, case.w, case.indices, case.k_scale, False, False, plan.as_ints()
             )
         )
-        for name, plan in sizes.items()
+        for name, plan in plans.items()
         if name == "default" or "backward_keys" in name
     }
     calls: dict[str, Callable[[], object]] = {
