@@ -14,7 +14,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -190,12 +190,18 @@ def _check_positive(name: str, value: float | None, at_most: float = math.inf) -
 
 
 def read_profile(
-    path: str | Path, *, one_device: bool = True, faults: list[str] | None = None
+    path: str | Path,
+    *,
+    one_device: bool = True,
+    check: Callable[[ProfilePoint], None] | None = None,
+    faults: list[str] | None = None,
 ) -> list[ProfilePoint]:
     """Every point of a file, in order.
 
     :class:`ProfileError` names the file, line and field of the first bad line: not JSON, truncated, an
     unknown schema or field, a bad value, or (``one_device``) a second device.
+
+    check: what else a reader asks of each point; it raises :class:`ProfileError`.
 
     faults: where it is given, a bad line is described there and passed over, so that what was measured
     before and after it is not lost; an unknown schema still raises, because nothing below it is understood.
@@ -218,6 +224,8 @@ def read_profile(
                 f"device = {point.device!r}; this file began with {points[0].device!r}, "
                 "and a file holds one GPU model"
             )
+        if check is not None:
+            check(point)
         points.append(point)
 
     try:

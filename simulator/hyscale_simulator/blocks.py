@@ -5,14 +5,16 @@ after the kernels before it (or with the block, if prefetched) and holds back th
 While it runs beneath a kernel it takes SMs from it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from hyscale_simulator.critical_path import waiting_for
 from hyscale_simulator.durations import HOWS, How, Prices
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.fabric import Network
 from hyscale_simulator.graph import Graph, GraphBuilder, Timeline
+from hyscale_simulator.layout import MOST_SMS
 from hyscale_simulator.longest_path import longest_path
 from hyscale_simulator.work import Communicate, Compute, Item
 
@@ -29,7 +31,7 @@ Scale = tuple[tuple[str, float], ...]
 
 
 Evidence = tuple[str, str, How, str]
-"""(op, dtype, how its price is known, from where)."""
+"""(op or collective, dtype or "", how its price is known, from where)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Block:
     flops: float = 0.0
     ops: tuple[tuple[str, int], ...] = ()
     coverage: tuple[tuple[Evidence, int], ...] = ()
-    """Nanoseconds of kernels by what their price rests on."""
+    """Nanoseconds of kernels and exposed communication by what their price rests on."""
 
 
 EMPTY = Block(0, ())
@@ -104,13 +106,15 @@ class Pricing:
     def __init__(self, prices: Prices, network: Network, communication_sms: int, scale: Scale = ()) -> None:
         self.prices = prices
         self.network = network
-        self.sm_share = min(communication_sms / prices.gpu.sms, 0.9)
+        self.sm_share = communication_sms / prices.gpu.sms
         self._scale = dict(scale)
         self._blocks: dict[tuple[Item, ...], Block] = {}
 
     def block(self, items: Sequence[Item]) -> Block:
         """The block of these items."""
-        key = tuple(items)
+        key = self._running(items)
+        if not key:
+            return EMPTY
         found = self._blocks.get(key)
         if found is None:
             if len(self._blocks) >= KEPT_BLOCKS:
@@ -120,8 +124,16 @@ class Pricing:
 
     def timeline(self, items: Sequence[Item]) -> Timeline:
         """When each item of a block runs."""
-        graph, _, contended = self._graph(tuple(items))
+        graph, _, contended = self._graph(self._running(items))
         return simulate(graph) if contended else longest_path(graph)
+
+    def _running(self, items: Sequence[Item]) -> tuple[Item, ...]:
+        """Without collectives of one rank."""
+        return tuple(
+            item
+            for item in items
+            if isinstance(item, Compute) or item.collective == "host" or self.network.ranks(item.group) > 1
+        )
 
     def communication_ns(self, item: Communicate) -> int:
         """Nanoseconds of one collective, scaled."""
@@ -153,7 +165,7 @@ class Pricing:
         if COMPUTE in graph.streams:
             waits = waiting_for(timeline, COMPUTE)
         else:
-            waits = {graph.kinds[graph.kind[t]]: timeline.makespan_ns for t in range(min(len(graph), 1))}
+            waits = {graph.kinds[graph.kind[0]]: timeline.makespan_ns}
         for name, spent in waits.items():
             parts[name] = parts.get(name, 0) + spent
         assert sum(parts.values()) == timeline.makespan_ns, "a block's parts add up to its time"
@@ -190,9 +202,10 @@ class Pricing:
                 flops += (item.mean or item.call).cost.tensor_flops * item.count
             elif item.group == "expert":
                 expert += self.communication_ns(item)
-        exposed = sum(waits.values())
-        known["assumed"] += exposed
-        sigma["network"] = exposed * NETWORK_UNCERTAINTY
+        for evidence, spent in self._exposed(items, waits):
+            known[evidence[2]] += spent
+            coverage[evidence] = coverage.get(evidence, 0) + spent
+        sigma["network"] = sum(waits.values()) * NETWORK_UNCERTAINTY
         return Block(
             timeline.makespan_ns,
             tuple(parts.items()),
@@ -206,6 +219,17 @@ class Pricing:
             tuple(coverage.items()),
         )
 
+    def _exposed(self, items: tuple[Item, ...], waits: dict[str, int]) -> Iterator[tuple[Evidence, int]]:
+        """What exposed communication rests on: each kind's wait, shared out as its collectives take time."""
+        alone = {item: self.communication_ns(item) for item in items if isinstance(item, Communicate)}
+        for kind, spent in waits.items():
+            same = {item: ns for item, ns in alone.items() if item.kind == kind}
+            for item, ns in same.items():
+                cost = self.network.cost(item)
+                source = cost.source or f"closed form: {cost.algorithm}"
+                share = round(spent * ns / sum(same.values())) if ns else 0
+                yield (item.collective, "", cast(How, cost.how), source), share
+
     def _graph(self, items: tuple[Item, ...]) -> tuple[Graph, dict[int, int], bool]:
         """(graph, imbalance wait by task, whether anything may contend)."""
         builder = GraphBuilder()
@@ -216,12 +240,10 @@ class Pricing:
         contended = False
         beneath = {item.group for item in items if isinstance(item, Communicate) and item.until}
         # However many collectives run at once, the kernels keep a tenth of the SMs.
-        share = min(self.sm_share, 0.9 / max(len(beneath), 1))
+        share = min(self.sm_share, MOST_SMS / max(len(beneath), 1))
         for item in items:
             before = [last] if last >= 0 else []
             if isinstance(item, Communicate):
-                if self.network.ranks(item.group) == 1 and item.collective != "host":
-                    continue
                 exposed = item.until == ""
                 hidden = not exposed and item.collective != "host" and self.sm_share > 0
                 contended |= hidden

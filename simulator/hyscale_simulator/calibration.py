@@ -2,15 +2,12 @@
 
 import tomllib
 from functools import cache
-from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hyscale_simulator.descriptions import DATA, Description, DescriptionError, Rate, parse
+from hyscale_simulator.descriptions import DATA, Description, DescriptionError, Rate, Several, Share, parse
 
 __all__ = ["Calibration", "calibration"]
-
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class SustainedTensor(Description):
@@ -42,7 +39,7 @@ class Assumed(Description):
     """Fraction of its own roofline that an unmeasured op reaches, and how far that may be off."""
 
     op: str
-    ops: tuple[str, ...] = ()
+    ops: Several[str] = ()
     fraction: Share
     uncertainty: Share
     source: str
@@ -51,10 +48,10 @@ class Assumed(Description):
 class Calibration(Description):
     """All of them."""
 
-    sustained_tensor: tuple[SustainedTensor, ...]
+    sustained_tensor: Several[SustainedTensor]
     stream: Stream
     launch: Launch
-    assumed: tuple[Assumed, ...]
+    assumed: Several[Assumed]
 
     @model_validator(mode="after")
     def _few(self) -> "Calibration":
@@ -74,7 +71,7 @@ class Calibration(Description):
                 return item
         known = sorted({item.family for item in self.sustained_tensor})
         raise DescriptionError(
-            f"gpu: family = {family!r}: no sustained {dtype} rate in calibration.toml (families: "
+            f"family = {family!r}: no sustained {dtype} rate in calibration.toml (families: "
             f"{', '.join(known)}); give the GPU a sustained_tensor_fraction"
         )
 

@@ -39,7 +39,9 @@ class Cost:
     algorithm: str
     """"ring", "tree", "nvls", "hierarchical", "pairwise", "p2p", "exchange", or "none" for one rank."""
     how: str
-    """"measured", "interpolated" or "extrapolated" from a table, or "formula"."""
+    """"measured", "interpolated" or "projected" from a table, or "assumed": a closed form."""
+    source: str = ""
+    """Of the table."""
 
     @property
     def ns(self) -> int:
@@ -47,7 +49,7 @@ class Cost:
         return round(self.time_us * 1000)
 
 
-_NOTHING = Cost(0.0, 0.0, "none", "formula")
+_NOTHING = Cost(0.0, 0.0, "none", "assumed")
 _BYTES_PER_US = 1e3  # of a GB/s
 
 
@@ -108,7 +110,7 @@ def all_to_all(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     )
     inside = _us((g - 1) / n * num_bytes, fabric.levels[0].bandwidth_gbytes_per_s)
     across = _us((n - g) / n * num_bytes, fabric.rank_bandwidth(group)) if n > g else 0.0
-    return Cost(alpha + max(inside, across), alpha, "pairwise", "formula")
+    return Cost(alpha + max(inside, across), alpha, "pairwise", "assumed")
 
 
 def point_to_point(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
@@ -116,7 +118,7 @@ def point_to_point(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     if group.ranks == 1:
         return _NOTHING
     alpha = fabric.levels[group.level].alpha_us
-    return Cost(alpha + _us(num_bytes, fabric.rank_bandwidth(group)), alpha, "p2p", "formula")
+    return Cost(alpha + _us(num_bytes, fabric.rank_bandwidth(group)), alpha, "p2p", "assumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ def expert_exchange(
         remote = load * expected_distinct(routing, nodes, nodes) * (nodes - 1) / nodes
         stages.append(_us(remote, fabric.rank_bandwidth(group)))
         alpha += fabric.levels[group.level].alpha_us
-    return Cost(alpha + max(stages), alpha, "exchange", "formula")
+    return Cost(alpha + max(stages), alpha, "exchange", "assumed")
 
 
 def _us(num_bytes: float, gbytes_per_s: float) -> float:
@@ -207,7 +209,7 @@ def _known(op: str, fabric: Fabric, group: Group, num_bytes: float, algorithm: s
     if table is None:
         return None
     time, how = table.lookup(num_bytes)
-    return Cost(time, min(time, table.latency_us[0]), "table", how)
+    return Cost(time, min(time, table.latency_us[0]), "table", how, table.source)
 
 
 def _gather_like(op: str, fabric: Fabric, group: Group, num_bytes: float, algorithm: str) -> Cost:
@@ -253,7 +255,7 @@ def _ring(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     n = group.ranks
     alpha = _ring_alpha(fabric, (n, *group.units))
     time = alpha + _us((n - 1) / n * num_bytes, _ring_bandwidth(fabric, group))
-    return Cost(time, alpha, "ring", "formula")
+    return Cost(time, alpha, "ring", "assumed")
 
 
 def _tree_alpha(fabric: Fabric, units: tuple[int, ...]) -> float:
@@ -264,7 +266,7 @@ def _tree_alpha(fabric: Fabric, units: tuple[int, ...]) -> float:
 
 def _tree(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     alpha = _tree_alpha(fabric, (group.ranks, *group.units))
-    return Cost(alpha + _us(2 * num_bytes, _ring_bandwidth(fabric, group)), alpha, "tree", "formula")
+    return Cost(alpha + _us(2 * num_bytes, _ring_bandwidth(fabric, group)), alpha, "tree", "assumed")
 
 
 def _nvls(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
@@ -275,7 +277,7 @@ def _nvls(fabric: Fabric, group: Group, num_bytes: float) -> Cost:
     time = _us(2 * (g - 1) / g * num_bytes, nvls.bus_gbytes_per_s)
     if group.nodes > 1:
         time = max(time, _us(2 * num_bytes, fabric.node_bandwidth(group)))
-    return Cost(alpha + time, alpha, "nvls", "formula")
+    return Cost(alpha + time, alpha, "nvls", "assumed")
 
 
 def _hierarchical(fabric: Fabric, group: Group, num_bytes: float, algorithm: str) -> Cost:
@@ -289,4 +291,4 @@ def _hierarchical(fabric: Fabric, group: Group, num_bytes: float, algorithm: str
     )
     stages = [alpha + move for alpha, move in zip(alphas, moves, strict=True)]
     combine = max if algorithm == "pipelined" else sum
-    return Cost(combine(stages), combine(alphas), "hierarchical", "formula")
+    return Cost(combine(stages), combine(alphas), "hierarchical", "assumed")

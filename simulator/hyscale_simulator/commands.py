@@ -127,11 +127,17 @@ def simulate(argv: list[str]) -> int:
             raise DescriptionError(f"--engine {engine!r}: allowed are auto, simpy, longest_path")
         if layer is not None and trace is None:
             raise DescriptionError("--layer: needs --trace FILE")
+        if trace is not None and not trace.name.endswith((".json", ".json.gz")):
+            raise DescriptionError(f"--trace {trace}: a file that ends in .json or .json.gz is wanted")
         # A GPU of the user's own may be what their profiles are of.
         gpu = chosen.gpu_description
         own = () if gpu in [find(Gpu, "gpus", name) for name in shipped("gpus")] else (gpu,)
         evaluate = evaluator(tuple(str(path) for path in profiles or []), own)
         result = evaluate(chosen, engine=engine)
+        try:
+            timeline = result.timeline if layer is None else evaluate.layer(chosen, layer)
+        except ValueError as error:
+            raise DescriptionError(f"--layer: {error}") from None
         show(result, output(json_))
         if coverage:
             show_coverage(result, output(json_))
@@ -140,10 +146,6 @@ def simulate(argv: list[str]) -> int:
         if trace is not None:
             from hyscale_simulator.trace import write_trace
 
-            try:
-                timeline = result.timeline if layer is None else evaluate.layer(chosen, layer)
-            except ValueError as error:
-                raise DescriptionError(f"--layer: {error}") from None
             write_trace(timeline, trace)
         return OK
 
@@ -202,7 +204,7 @@ def show(result: Result, console: Console) -> None:
 
 def show_coverage(result: Result, console: Console) -> None:
     """What each op's price rests on."""
-    table = Table("op", "dtype", "is", "% of kernel time", "from", box=None, pad_edge=False)
+    table = Table("op", "dtype", "is", "% of time", "from", box=None, pad_edge=False)
     whole = sum(seconds for _, seconds in result.coverage)
     for (op, dtype, how, source), seconds in result.coverage:
         table.add_row(op, dtype, how, f"{100 * seconds / whole:.1f}", source)
@@ -290,6 +292,8 @@ def validate(argv: list[str]) -> int:
     ) -> int:
         """Hold the simulator against published step times, memory and kernels, and against measured steps."""
         files = tuple(str(path) for path in profiles or [])
+        if holdout and steps is not None:
+            raise DescriptionError("--holdout and --steps: one of them")
         return _holdout(files, json_) if holdout else _compare(files, json_, steps)
 
     return run_command(command, argv, "validate")

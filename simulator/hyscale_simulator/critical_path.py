@@ -27,13 +27,11 @@ class StreamUse:
 
 
 def critical_path(timeline: Timeline) -> list[int]:
-    """Tasks, first to last, that end to start fill the makespan without a gap. Empty for an empty graph.
+    """Tasks, first to last, that end to start fill the makespan without a gap.
 
     It ends at the task that ends last (the lowest number among equals) and follows `released_by` back to one
     that waited for nothing. A path of equal length may exist beside it: see `slack_ns`.
     """
-    if not len(timeline.end_ns):
-        return []
     task = int(timeline.end_ns.argmax())
     path = []
     while task >= 0:
@@ -110,7 +108,7 @@ def waiting_for(timeline: Timeline, stream: str) -> dict[str, int]:
     tasks = occupant[graph.stream_idx == graph.streams.index(stream)]
     starts = np.append(timeline.start_ns[tasks], timeline.makespan_ns)
     idle_from = np.append(0, timeline.end_ns[tasks])
-    last = int(timeline.end_ns.argmax()) if len(graph) else -1
+    last = int(timeline.end_ns.argmax())
     closers = np.append(timeline.released_by[tasks], last)
     total: dict[str, int] = {}
     for gap in np.flatnonzero(starts > idle_from):

@@ -18,7 +18,13 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Latency = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Latency = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+"""Microseconds."""
+
+Item = TypeVar("Item")
+Several = Annotated[tuple[Item, ...], Field(strict=False)]
+"""A list in the file, a tuple here; its items are checked as strictly as any field."""
 
 
 class DescriptionError(ValueError):
@@ -28,7 +34,7 @@ class DescriptionError(ValueError):
 class Description(BaseModel):
     """Base of every description: frozen (so hashable), no unknown fields, no silent conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 D = TypeVar("D", bound=Description)
@@ -38,13 +44,24 @@ def explain(error: ValidationError, origin: str) -> str:
     """One line a problem: where, what came, what is allowed."""
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "(whole)"
-        given = "" if item["type"] in ("missing", "extra_forbidden") else f" = {_short(item['input'])}"
-        message = item["msg"].removeprefix("Value error, ")
+        where = ".".join(str(part) for part in item["loc"] if not _is_alternative(part))
+        message, value = item["msg"].removeprefix("Value error, "), _short(item["input"])
+        if item["loc"][-1:] == ("str",) and isinstance(item["input"], Mapping):
+            continue  # a description in place of a name: what is wrong with it is said by the others
         if item["type"] == "extra_forbidden":
-            message = f"unknown field (value {_short(item['input'])})"
-        lines.append(f"{origin}: {where}{given}: {message}")
+            lines.append(f"{origin}: {where}: unknown field (value {value})")
+        elif item["type"] == "missing":
+            lines.append(f"{origin}: {where}: required, but missing")
+        elif item["type"] == "value_error":  # names its fields itself
+            lines.append(": ".join(part for part in (origin, where, message) if part))
+        else:
+            lines.append(f"{origin}: {where or '(whole)'} = {value}: {message}")
     return "\n".join(lines)
+
+
+def _is_alternative(part: int | str) -> bool:
+    """Whether a part of pydantic's path names one kind of a field that has two, not a field."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "Gpu"))
 
 
 def _short(value: object) -> str:
@@ -82,11 +99,17 @@ def shipped(folder: str) -> tuple[str, ...]:
     )
 
 
-def find(kind: type[D], folder: str, name: str) -> D:
-    """A shipped description by name, or a user's by path (anything that ends in ``.toml``)."""
-    if name.endswith(".toml"):
-        return parse(kind, read_toml(Path(name)), name)
-    found = _find_shipped(kind, folder, name)
+def find(kind: type[D], folder: str, name: str, asked_by: str = "") -> D:
+    """A shipped description by name, or a user's by path (anything that ends in ``.toml``).
+
+    asked_by: the field that names it, for the :class:`DescriptionError` where there is none or a bad one.
+    """
+    try:
+        if name.endswith(".toml"):
+            return parse(kind, read_toml(Path(name)), name)
+        found = _find_shipped(kind, folder, name)
+    except DescriptionError as error:
+        raise DescriptionError(f"{asked_by}: {error}" if asked_by else str(error)) from None
     assert isinstance(found, kind)
     return found
 

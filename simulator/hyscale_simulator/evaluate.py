@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from hyscale_simulator.blocks import Pricing, Scale
@@ -23,6 +24,8 @@ from hyscale_simulator.work import Compute, Item, Rank, backward, forward, layer
 __all__ = ["Evaluator", "evaluate", "evaluator"]
 
 KEPT_PRICINGS = 64
+LONGEST_NS = 2**62
+"""Time of all tasks of a step together that is sure to fit into 64 bits, perturbed or not."""
 
 
 class Evaluator:
@@ -30,6 +33,7 @@ class Evaluator:
 
     def __init__(self, profiles: tuple[str, ...] = (), own: tuple[Gpu, ...] = ()) -> None:
         self.profiles = load_profiles(profiles, own)
+        self._files = profiles
         self._prices: dict[str, Prices] = {}
         self._pricings: OrderedDict[object, Pricing] = OrderedDict()
 
@@ -51,7 +55,12 @@ class Evaluator:
             raise ValueError(f"engine = {engine!r}; allowed: auto, simpy, longest_path")
         cut = plan(scenario)
         pricing = self._pricing(scenario, cut, scale)
-        step = compose(scenario, cut, pricing)
+        try:
+            step = compose(scenario, cut, pricing)
+        except OverflowError:
+            raise _too_long(scenario) from None
+        if step.graph.duration_ns.sum(dtype=float) >= LONGEST_NS:
+            raise _too_long(scenario)
         graph = _disturbed(step.graph, scenario)
         if perturb is not None:
             graph = perturb(graph)
@@ -60,7 +69,14 @@ class Evaluator:
         flops = model_flops(
             scenario.model_description, batch.sequence_tokens, batch.sequences_per_step, scenario.mtp_layers
         )
-        return Result(scenario, step, timeline, flops)
+        result = Result(scenario, step, timeline, flops)
+        sources = {source for (_, _, _, source), _ in result.coverage}
+        idle = [
+            f"{path}: no price of this step rests on it (--coverage lists what does)"
+            for path in self._files
+            if path not in sources
+        ]
+        return replace(result, extra_warnings=(*self.profiles.notes, *idle))
 
     def layer(self, scenario: Scenario, layer: int) -> Timeline:
         """When each kernel and collective of one layer's forward and backward pass runs, on one rank.
@@ -109,6 +125,15 @@ class Evaluator:
                 self._pricings.popitem(last=False)
         self._pricings.move_to_end(key)
         return self._pricings[key]
+
+
+def _too_long(scenario: Scenario) -> LayoutError:
+    batch = scenario.batch
+    return LayoutError(
+        f"scenario {scenario.name}: batch.sequence_tokens = {batch.sequence_tokens}, sequences_per_step = "
+        f"{batch.sequences_per_step}: the work of a step must stay below {LONGEST_NS / 1e9 / 3.15e7:.0f} "
+        "years, which whole nanoseconds can count"
+    )
 
 
 def _disturbed(graph: Graph, scenario: Scenario) -> Graph:

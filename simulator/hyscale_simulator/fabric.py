@@ -1,8 +1,6 @@
 """From a cluster description to the fabric that collectives are priced on, and the groups of a layout."""
 
-import csv
-import gzip
-from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 
@@ -11,7 +9,7 @@ from hyscale_simulator.collectives import Cost
 from hyscale_simulator.descriptions import DATA
 from hyscale_simulator.hardware import Cluster, Gpu
 from hyscale_simulator.layout import LayoutError, Plan
-from hyscale_simulator.network import CopyKernel, Fabric, Group, InSwitchReduction, Level, Table
+from hyscale_simulator.network import CopyKernel, Fabric, Group, InSwitchReduction, Level, Table, read_tables
 from hyscale_simulator.perturb import degrade_level
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Communicate
@@ -19,21 +17,16 @@ from hyscale_simulator.work.items import GroupName
 
 __all__ = ["Network", "fabric_of"]
 
+TABLES_OF = "NVIDIA H200"
+"""The GPU that the shipped tables of collectives were measured on."""
+
 
 @cache
-def _tables(name: str) -> tuple[Table, ...]:
-    """Measured collectives of one node; two-byte types (sizes are in bytes, whatever the type)."""
-    points: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-    with resources.as_file(DATA / "profiles" / f"{name}.csv.gz") as path, gzip.open(path, "rt") as stream:
-        for row in csv.DictReader(stream):
-            if row["dtype"] == "half":
-                key = (row["op"], int(row["num_gpus"]))
-                points[key].setdefault(int(row["bytes"]), float(row["latency_us"]))
+def _tables(name: str, carried: bool) -> tuple[Table, ...]:
+    """Measured collectives of one H200 node; of two-byte types (sizes are in bytes, whatever the type)."""
     source = "NVIDIA AIConfigurator, H200, NCCL 2.29.2 (Apache-2.0)"
-    return tuple(
-        Table(op, ranks, tuple(sorted(sizes)), tuple(sizes[size] for size in sorted(sizes)), source)
-        for (op, ranks), sizes in points.items()
-    )
+    with resources.as_file(DATA / "profiles" / f"{name}.csv.gz") as path:
+        return tuple(replace(table, source=source, carried=carried) for table in read_tables(path))
 
 
 @cache
@@ -59,7 +52,8 @@ def fabric_of(cluster: Cluster, gpu: Gpu, measured: tuple[Table, ...] = ()) -> F
     if link.dispatch_gb_per_s is not None:
         # Time falls as 1 / SMs below about 20 of them (AIConfigurator's DeepEP tables).
         copies = CopyKernel(link.dispatch_us, link.dispatch_gb_per_s, link.dispatch_gb_per_s / 20)
-    return Fabric(tuple(levels), reduction, copies, (*measured, *(_tables(link.table) if link.table else ())))
+    public = _tables(link.table, gpu.device != TABLES_OF) if link.table else ()
+    return Fabric(tuple(levels), reduction, copies, (*measured, *public))
 
 
 def _damaged(scenario: Scenario, measured: tuple[Table, ...]) -> Fabric:
@@ -127,7 +121,7 @@ class Network:
         """Time of one collective."""
         if item.collective == "host":
             us = item.num_bytes / (self._host_gb_per_s * 1e3)
-            return Cost(us, 0.0, "host link", "formula")
+            return Cost(us, 0.0, "host link", "assumed")
         group = self.group(item.group)
         if item.collective in ("dispatch", "combine"):
             assert self._routing is not None

@@ -194,8 +194,8 @@ class Timeline:
 
     @property
     def makespan_ns(self) -> int:
-        """End of the last task; 0 for an empty graph."""
-        return int(self.end_ns.max(initial=0))
+        """End of the last task."""
+        return int(self.end_ns.max())
 
 
 def rows(ptr: Ints) -> Ints:
@@ -341,7 +341,10 @@ class GraphBuilder:
         return first
 
     def build(self) -> Graph:
-        """The validated graph. ValueError naming the task: unknown predecessor or link, cycle."""
+        """The validated graph. ValueError: no tasks; or, naming the task, an unknown predecessor or link, a
+        cycle."""
+        if not self._names:
+            raise ValueError("graph: 0 tasks; at least one is wanted")
         graph = Graph(
             names=tuple(self._names),
             labels=tuple(self._labels),
@@ -412,7 +415,7 @@ def _check_durations(duration_ns: NDArray[np.integer], graph: Graph) -> None:
         raise ValueError(
             f"duration_ns: {duration_ns.dtype} {duration_ns.shape}; integers of ({len(graph)},) are wanted"
         )
-    if len(graph) and duration_ns.min() < 0:
+    if duration_ns.min() < 0:
         task = int(duration_ns.argmin())
         raise ValueError(
             f"task {graph.name(task)!r}: duration_ns is {duration_ns[task]}; at least 0 is wanted"

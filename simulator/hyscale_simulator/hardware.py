@@ -1,29 +1,34 @@
 """Hardware descriptions: GPUs and the clusters built from them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from hyscale_simulator.descriptions import Description, Fraction, Latency, Positive, Rate, find
+from hyscale_simulator.descriptions import Description, Latency, Positive, Rate, Share, find
 
 __all__ = ["Cluster", "Gpu", "TensorRates"]
+
+
+# Upper ends far above any machine: a figure beyond them is in another unit.
+Tflops = Annotated[Rate, Field(le=1e5)]
+Bandwidth = Annotated[Rate, Field(le=1e5)]
 
 
 class TensorRates(Description):
     """Dense tensor-core rates by input type."""
 
-    bf16: Rate
-    fp8: Rate | None = None
+    bf16: Tflops
+    fp8: Tflops | None = None
 
 
 class NvLink(Description):
     """What collectives within a node reach, as measured."""
 
-    bus_gb_per_s: Rate
+    bus_gb_per_s: Bandwidth
     """Bus bandwidth of large all-gathers and reduce-scatters."""
     step_us: Latency
     """Latency of one step of a ring."""
-    table: str = ""
+    table: Literal["", "h200-nccl"] = ""
     """Measured table in data/profiles, used instead of the two figures above where it has the size."""
     reduction_bus_gb_per_s: Rate | None = None
     """Bus bandwidth of an all-reduce done in the switch (NVLS)."""
@@ -46,21 +51,30 @@ class Gpu(Description):
     device: str
     """The name the driver gives it: what profile files are matched by."""
     tensor_tflops: TensorRates
-    vector_fp32_tflops: Rate
+    vector_fp32_tflops: Tflops
     """CUDA cores, fused multiply-adds counted as two."""
-    memory_gb: Rate
+    memory_gb: Annotated[Rate, Field(le=1e4)]
     """Capacity, 10^9 bytes."""
-    memory_tb_per_s: Rate
+    memory_tb_per_s: Annotated[Rate, Field(le=1e3)]
     sms: Positive
-    nvlink_gb_per_s: Rate
-    """One direction, all links, by the data sheet."""
+    nvlink_gb_per_s: Bandwidth
+    """One direction, all links, by the data sheet: what nothing in ``nvlink`` may exceed."""
     nvlink: NvLink
-    l2_mib: Rate
-    power_w: Rate
-    host_link_gb_per_s: Rate
+    host_link_gb_per_s: Bandwidth
     """PCIe to the host, one direction, as usable."""
-    sustained_tensor_fraction: Fraction | None = None
+    sustained_tensor_fraction: Share | None = None
     """Sustained GEMM rate over the data sheet's; without it, the family's in calibration.toml."""
+
+    @model_validator(mode="after")
+    def _links(self) -> "Gpu":
+        for name in ("bus_gb_per_s", "dispatch_gb_per_s"):
+            reached = getattr(self.nvlink, name)
+            if reached is not None and reached > self.nvlink_gb_per_s:
+                raise ValueError(
+                    f"nvlink.{name} = {reached}: at most the data sheet's nvlink_gb_per_s = "
+                    f"{self.nvlink_gb_per_s} is possible"
+                )
+        return self
 
     def tensor_flops_per_s(self, dtype: str) -> float:
         """Peak rate for inputs of ``dtype``; ValueError when the GPU has none (no silent fallback)."""
@@ -85,8 +99,9 @@ class Cluster(Description):
     nodes: Positive
     gpus_per_node: Positive
     nics_per_node: Positive
-    nic_gbit_per_s: Rate
-    nic_efficiency: Fraction
+    nic_gbit_per_s: Annotated[Rate, Field(le=1e5)]
+    """Line rate of one NIC.  There are as many rails as NICs in a node."""
+    nic_efficiency: Share
     """Payload rate / line rate."""
     network: Literal["infiniband", "roce"]
     leaf_latency_us: Latency
@@ -94,7 +109,6 @@ class Cluster(Description):
     core_latency_us: Latency
     """Small message that crosses the spine."""
     nodes_per_leaf: Positive
-    rail_optimised: bool = True
     dollars_per_gpu_hour: Rate | None = None
 
     @model_validator(mode="after")
@@ -121,4 +135,6 @@ class Cluster(Description):
 
     def gpu_description(self) -> Gpu:
         """The GPU this cluster is built from."""
-        return find(Gpu, "gpus", self.gpu) if isinstance(self.gpu, str) else self.gpu
+        if isinstance(self.gpu, Gpu):
+            return self.gpu
+        return find(Gpu, "gpus", self.gpu, f"cluster {self.name}: gpu")

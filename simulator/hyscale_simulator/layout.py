@@ -8,7 +8,13 @@ from hyscale_simulator.model import Grouped
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.schedules import Schedule, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1
 
-__all__ = ["LayoutError", "Plan", "plan"]
+__all__ = ["MOST_SMS", "LayoutError", "Plan", "plan"]
+
+MOST_PASSES = 2**18
+"""Forward passes of one step, over all pieces of the pipeline: some ten seconds of our own time."""
+
+MOST_SMS = 0.9
+"""Share of its SMs that communication may take from a GPU, so that kernels go on."""
 
 
 class LayoutError(DescriptionError):
@@ -114,10 +120,22 @@ def plan(scenario: Scenario) -> Plan:
             raise refuse(
                 "routing.counts", f"{len(counts)} numbers", f"one for each of {model.experts.experts} experts"
             )
+    most = int(MOST_SMS * scenario.gpu_description.sms)
+    if scenario.overlap.communication_sms > most:
+        raise refuse(
+            "overlap.communication_sms", scenario.overlap.communication_sms,
+            f"at most {most} of the {scenario.gpu_description.sms} SMs: kernels need the rest",
+        )  # fmt: skip
     if scenario.recompute.replay and model.indexer is None:
         raise refuse("recompute.replay", True, f"{model.name} has no indexer")
 
     chunks = _chunks(scenario)
+    if microbatches * len(chunks) > MOST_PASSES:
+        raise refuse(
+            "batch.sequences_per_step", batch.sequences_per_step,
+            f"{microbatches:,} microbatches through {len(chunks)} pieces of the model are more than "
+            f"{MOST_PASSES:,} passes; larger microbatches or more data-parallel ranks make them fewer",
+        )  # fmt: skip
     indexer = model.indexer
     if indexer is not None and indexer.computing_layers and not indexer.dense_ratio:
         for index, layers in enumerate(chunks):
@@ -218,6 +236,11 @@ def _chunks(scenario: Scenario) -> tuple[range, ...]:
         raise LayoutError(
             f"scenario {scenario.name}: layout.stage_layers = {sizes}: needs {pieces} numbers that add up to "
             f"{model.layers} layers"
+        )
+    if 0 in sizes[1:-1]:
+        raise LayoutError(
+            f"scenario {scenario.name}: layout.stage_layers = {sizes}: only the first piece (embedding) and "
+            "the last (head) may hold no layer"
         )
     chunks, first = [], 0
     for size in sizes:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hyscale_simulator.descriptions import DescriptionError, Positive, Rate, parse
+from hyscale_simulator.descriptions import DescriptionError, Positive, Rate, explain, parse
 from hyscale_simulator.evaluate import Evaluator, evaluator
 from hyscale_simulator.memory import CONTEXT_BYTES
 from hyscale_simulator.scenario import Scenario
@@ -141,8 +141,8 @@ def _record(line: str, origin: str) -> tuple[MeasuredStep, Scenario]:
         raise DescriptionError(f"{origin}: not JSON: {error}") from None
     try:
         step = MeasuredStep.model_validate(fields)
-    except ValueError as error:
-        raise DescriptionError(f"{origin}: {error}") from None
+    except ValidationError as error:
+        raise DescriptionError(explain(error, origin)) from None
     scenario = parse(Scenario, step.config.scenario, f"{origin}: config.scenario")
     gpu = scenario.gpu_description
     replay, table = scenario.recompute.replay, scenario.selection.table

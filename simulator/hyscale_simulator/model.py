@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hyscale_simulator.descriptions import Count, Description, Positive
+from hyscale_simulator.descriptions import Count, Description, Positive, Several
 
 __all__ = ["Experts", "Grouped", "Indexer", "Latent", "Model"]
 
@@ -81,7 +81,7 @@ class Indexer(Description):
     heads: Positive
     head_dim: Positive
     top_k: Positive
-    computing_layers: tuple[Count, ...] = ()
+    computing_layers: Several[Count] = ()
     """Layers that select; the others reuse the last selection before them. Empty: every layer selects."""
     key_ratio: Positive = 1
     """Tokens a scored key stands for (4 where keys are compressed, as in CSA)."""

@@ -102,6 +102,8 @@ class Table:
     num_bytes: tuple[int, ...]
     latency_us: tuple[float, ...]
     source: str
+    carried: bool = False
+    """Measured on another GPU with the same links."""
 
     def __post_init__(self) -> None:
         where = f"table {self.op!r} of {self.ranks} ranks"
@@ -125,18 +127,18 @@ class Table:
         """(latency_us, how): a measured point exactly; between two, straight in log-log space.
 
         Beyond the last the bus bandwidth is held, so time grows with bytes; below the first the latency is
-        held, which is the floor of launching and synchronising. `how` is "measured", "interpolated" or
-        "extrapolated".
+        held, which is the floor of launching and synchronising. `how` is "measured", "interpolated" (beyond
+        the ends too), or, of another GPU's table, "projected".
         """
         sizes = self.num_bytes
         at = int(np.searchsorted(sizes, num_bytes))
-        if at < len(sizes) and sizes[at] == num_bytes:
-            return self.latency_us[at], "measured"
-        if at == 0:
-            return self.latency_us[0], "extrapolated"
+        exact = at < len(sizes) and sizes[at] == num_bytes
+        how = "projected" if self.carried else "measured" if exact else "interpolated"
+        if exact or at == 0:
+            return self.latency_us[at], how
         if at == len(sizes):
-            return self.latency_us[-1] * num_bytes / sizes[-1], "extrapolated"
-        return float(np.exp(np.interp(math.log(num_bytes), *self._log))), "interpolated"
+            return self.latency_us[-1] * num_bytes / sizes[-1], how
+        return float(np.exp(np.interp(math.log(num_bytes), *self._log))), how
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ def degrade_level(
     at = names.index(level)
     old = fabric.levels[at]
     if not 0 <= ports_lost < old.ports_per_node or (at == 0 and ports_lost):
-        raise ValueError(f"ports_lost: {ports_lost} of the {old.ports_per_node} ports of level {level!r}")
+        raise ValueError(
+            f"ports_lost = {ports_lost}: at most {(old.ports_per_node - 1) * (at > 0)} of the "
+            f"{old.ports_per_node} ports of level {level!r}"
+        )
     new = replace(
         old,
         bandwidth_gbytes_per_s=old.bandwidth_gbytes_per_s * bandwidth_factor,

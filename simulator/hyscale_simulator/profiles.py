@@ -10,18 +10,26 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from hyscale_ref.profile import ProfilePoint, Shape, as_shape, best_of, merge_profiles, read_profile
+from hyscale_ref.profile import (
+    ProfileError,
+    ProfilePoint,
+    Shape,
+    as_shape,
+    best_of,
+    merge_profiles,
+    read_profile,
+)
 from hyscale_simulator import network
-from hyscale_simulator.descriptions import DATA, DescriptionError, find, shipped
+from hyscale_simulator.descriptions import DATA, find, shipped
 from hyscale_simulator.hardware import Gpu
-from hyscale_simulator.kernels import OPS, Kernel
+from hyscale_simulator.kernels import BYTES, OPS, Kernel
 from hyscale_simulator.roofline import floor_us
 
 __all__ = ["Lookup", "Profiles", "Table", "load_profiles"]
@@ -69,20 +77,13 @@ class Table:
         first = points[0]
         self.gpu = gpu
         self.op, self.implementation = first.op, first.implementation
-        self.dtype, self.regime = first.dtype, first.regime
+        self.dtype, self.regime, self.source = first.dtype, first.regime, first.source
         self.axes = OPS[self.op].axes
         self.sequence_axes, self.additive = OPS[self.op].sequence_axes, OPS[self.op].additive
         self.points = {point.shape: point for point in reversed(points)}
         rows: dict[tuple[int, ...], ProfilePoint] = {}
         for point in points:
-            shape = dict(point.shape)
-            missing = [axis for axis in self.axes if axis not in shape]
-            if missing:
-                raise DescriptionError(
-                    f"profile point {self.op} on {point.device}: shape has no {missing[0]!r}; "
-                    f"needed: {', '.join(self.axes)}"
-                )
-            rows.setdefault(self._position(shape), point)
+            rows.setdefault(self._position(dict(point.shape)), point)
         self.rows = rows
         self._grid = _grid(sorted(rows), 0, rows)
         self._coordinates = [sorted({row[axis] for row in rows}) for axis in range(len(self.axes))]
@@ -278,22 +279,56 @@ _Key = tuple[str, str, str, str, str, str]
 """Op, dtype, device, implementation, regime, and who published it ("": ourselves, or the user)."""
 
 
-class Profiles:
-    """All points at hand, grouped into tables, most trusted first."""
+def _check(point: ProfilePoint, devices: Collection[str]) -> None:
+    """:class:`ProfileError` unless the point can price something: a known device, dtype and whole shape.
 
-    def __init__(self, points: Iterable[ProfilePoint], gpus: Iterable[Gpu]) -> None:
+    Ops that no model here runs pass: a file may hold more than a step needs.
+    """
+    if point.device not in devices:
+        raise ProfileError(
+            f"device = {point.device!r}; no GPU description has it; known: {', '.join(devices)}"
+        )
+    if point.op in COLLECTIVES:
+        needed: tuple[str, ...] = ("ranks", "bytes")
+    elif point.op in OPS:
+        needed = OPS[point.op].axes
+        if point.dtype not in BYTES:
+            raise ProfileError(f"{point.op}: dtype = {point.dtype!r}; allowed: {', '.join(BYTES)}")
+    else:
+        return
+    shape = {**OPS[point.op].usual, **dict(point.shape)} if point.op in OPS else dict(point.shape)
+    for name in needed:
+        if name not in shape:
+            raise ProfileError(f"{point.op}: shape has no {name!r}; needed: {', '.join(needed)}")
+    for name, size in shape.items():
+        least = 2 if name == "ranks" else 1
+        if size < least:
+            raise ProfileError(f"{point.op}: shape.{name} = {size}; at least {least} is needed")
+
+
+class Profiles:
+    """All points at hand, grouped into tables, most trusted first.  :class:`ProfileError` for a useless one.
+
+    own: sources that are the user's; their tables go first.  notes: what a user should know of their files.
+    """
+
+    def __init__(
+        self,
+        points: Iterable[ProfilePoint],
+        gpus: Iterable[Gpu],
+        own: Collection[str] = (),
+        notes: tuple[str, ...] = (),
+    ) -> None:
         devices: dict[str, Gpu] = {}
         for gpu in gpus:
             devices.setdefault(gpu.device, gpu)
+        self.notes = notes
+        self._own = frozenset(own)
         grouped: dict[_Key, list[ProfilePoint]] = {}
         best = best_of(points)
         for point in best.values():
-            if point.device not in devices:
-                raise DescriptionError(
-                    f"profile of device {point.device!r}: no GPU description has it; "
-                    f"known: {', '.join(devices)}"
-                )
-            if point.op in OPS:  # a profile may hold ops that no model here uses
+            _check(point, devices)
+            if point.op in OPS:
                 point = _placed(point)
                 # Two benchmarks of one kernel, with their own versions and clocks, would make a table that
                 # jumps between them. One library or another: a jagged table is better for each.
@@ -316,16 +351,16 @@ class Profiles:
         """The table that says most about the kernel on that GPU: its own, else one to project from.
 
         The wanted implementation first; then the own device, its family, its architecture, any; then the
-        wanted regime, whose windows ("untrained, causal") give way where they are out of reach; then a
-        measured point of that shape; then the least extrapolation (up to twice counts as none); then the
-        order in which the points were given.
+        wanted regime, or one that is not said.  Of those, what reaches the shape (extrapolation up to twice
+        counts as none); then the user's own (of a jagged table, only for a measured shape); then the wanted
+        windows ("untrained, causal"); then a measured point; then the least extrapolation.
         """
         candidates = self._index.get((call.op, call.dtype), [])
         if not candidates:
             return None
         wanted, _, windows = call.regime.partition(", ")
 
-        def distance(item: tuple[str, str, str, str]) -> tuple[bool, int, int]:
+        def distance(item: tuple[str, str, str, str]) -> tuple[bool, int, bool]:
             device, implementation, regime, _ = item
             source, kind = self._gpus[device], regime.partition(", ")[0]
             near = (
@@ -335,17 +370,22 @@ class Profiles:
             )
             far = near.index(True) if True in near else len(near)
             other = bool(call.implementation) and implementation not in ("", call.implementation)
-            return (other, far, 0 if kind == wanted else 1 if kind == "" else 2)
+            return (other, far, kind not in (wanted, ""))
 
         least = min(map(distance, candidates))
         tables = [self._get((call.op, call.dtype, *item)) for item in candidates if distance(item) == least]
 
-        def reach(table: Table) -> tuple[bool, bool, bool, float, int]:
+        def reach(table: Table) -> tuple[bool, bool, bool, bool, bool, float, int]:
             found = table.lookup(call)
-            others = table.regime.partition(", ")[2] != windows
+            jagged = OPS[call.op].jagged and not found.exact
+            shipped = jagged or table.source not in self._own
+            kind, _, given = table.regime.partition(", ")
             # Neighbours stand in for a shape of a jagged table: the more there are, the better.
-            few = -len(table.rows) if OPS[call.op].jagged and not found.exact else 0
-            return (found.stretch > 2, others, not found.exact, max(found.stretch, 2.0), few)
+            few = -len(table.rows) if jagged else 0
+            return (
+                found.stretch > 2, shipped, kind != wanted, given != windows, not found.exact,
+                max(found.stretch, 2.0), few,
+            )  # fmt: skip
 
         return tables[0] if len(tables) == 1 else min(tables, key=reach)
 
@@ -374,12 +414,6 @@ def _exchanges(points: Iterable[ProfilePoint]) -> dict[str, tuple[network.Table,
     for point in points:
         if point.op in COLLECTIVES:
             shape = dict(point.shape)
-            missing = {"ranks", "bytes"} - shape.keys()
-            if missing:
-                raise DescriptionError(
-                    f"profile point {point.op} on {point.device}: shape has no {min(missing)!r}; "
-                    "needed: ranks, bytes"
-                )
             sizes = found.setdefault((point.device, COLLECTIVES[point.op], shape["ranks"]), {})
             sizes.setdefault(shape["bytes"], point)
     tables: dict[str, tuple[network.Table, ...]] = {}
@@ -411,5 +445,15 @@ def load_profiles(paths: tuple[str, ...] = (), own: tuple[Gpu, ...] = ()) -> Pro
     own: GPU descriptions of the user's, whose devices the files may be of.
     """
     gpus = [*own, *(find(Gpu, "gpus", name) for name in shipped("gpus"))]
-    users = [read_profile(Path(path)) for path in paths]
-    return Profiles(merge_profiles(*users, _shipped_points()), gpus)
+    devices = [gpu.device for gpu in gpus]
+    users: list[list[ProfilePoint]] = []
+    notes = []
+    for path in paths:
+        points = read_profile(Path(path), check=lambda point: _check(point, devices))
+        # Said to come from the file, so that no result credits the user's figures to this project.
+        users.append([replace(point, source=point.source or path) for point in points])
+        unpriced = sorted({point.op for point in points} - OPS.keys() - COLLECTIVES.keys())
+        if unpriced:
+            notes.append(f"{path}: no model here runs {', '.join(unpriced)}: those points are not used")
+    sources = {point.source for points in users for point in points}
+    return Profiles(merge_profiles(*users, _shipped_points()), gpus, sources, tuple(notes))

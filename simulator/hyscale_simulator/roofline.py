@@ -3,6 +3,7 @@
 import math
 
 from hyscale_simulator.calibration import calibration
+from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import Kernel
 
@@ -33,7 +34,10 @@ def _fraction(gpu: Gpu, dtype: str, loaded: bool) -> float:
         return gpu.sustained_tensor_fraction
     if dtype == "fp32":
         return 1.0
-    entry = calibration().tensor(gpu.family, dtype)
+    try:
+        entry = calibration().tensor(gpu.family, dtype)
+    except DescriptionError as error:
+        raise DescriptionError(f"gpu {gpu.name}: {error}") from None
     return entry.loaded if loaded or entry.roof is None else entry.roof
 
 

@@ -22,6 +22,8 @@ from hyscale_simulator.descriptions import (
     Fraction,
     Positive,
     Rate,
+    Several,
+    Share,
     find,
     parse,
     read_toml,
@@ -42,7 +44,7 @@ class Layout(Description):
     expert_parallel: Positive = 1
     virtual_stages: Positive = 1
     """Model chunks a stage holds, for the interleaved schedule."""
-    stage_layers: tuple[Count, ...] = ()
+    stage_layers: Several[Count] = ()
     """Layers of each chunk along the pipeline; empty: as even as possible."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe"] = "1f1b"
     sequence_parallel: bool = True
@@ -124,7 +126,7 @@ class Recompute(Description):
 
     policy: Literal["none", "selective", "full"] = "full"
     """selective: only ``modules``."""
-    modules: tuple[Literal["core_attn", "layernorm", "mla_up_proj", "activation"], ...] = ("core_attn",)
+    modules: Several[Literal["core_attn", "layernorm", "mla_up_proj", "activation"]] = ("core_attn",)
     """What selective recomputation repeats: the attention core (scores, softmax, dropout, PV), the norms,
     latent attention's up projections, the feed-forward's activation function."""
     layers_fraction: Fraction = 1.0
@@ -177,7 +179,7 @@ class Routing(Description):
     distribution: Literal["balanced", "power_law", "counts"] = "balanced"
     exponent: Rate = 0.5
     """Load of the i-th busiest expert is proportional to i^-exponent."""
-    counts: tuple[Count, ...] = ()
+    counts: Several[Count] = ()
     max_nodes: Count = 0
     """Most nodes that a token's experts may lie on; 0: any."""
 
@@ -193,14 +195,14 @@ class Routing(Description):
 class Faults(Description):
     """What is wrong with the cluster; nothing by default."""
 
-    jitter_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    jitter_fraction: Fraction = 0.0
     """Relative standard deviation of every task of the step (log-normal, mean 1)."""
     seed: Count = 0
     slow_stage: Count = 0
     slow_stage_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """A straggler: every task of that pipeline stage takes so many times as long."""
     network_level: Literal["nvlink", "leaf", "spine"] = "leaf"
-    network_bandwidth_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    network_bandwidth_fraction: Share = 1.0
     """What is left of that level's bandwidth."""
     ports_lost: Count = 0
     """Failed ports (NICs) of every node at that level."""
@@ -250,12 +252,16 @@ class Scenario(Description):
     @cached_property
     def model_description(self) -> Model:
         """The model."""
-        return find(Model, "models", self.model) if isinstance(self.model, str) else self.model
+        if isinstance(self.model, Model):
+            return self.model
+        return find(Model, "models", self.model, f"scenario {self.name}: model")
 
     @cached_property
     def cluster_description(self) -> Cluster:
         """The cluster."""
-        return find(Cluster, "clusters", self.cluster) if isinstance(self.cluster, str) else self.cluster
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
+        return find(Cluster, "clusters", self.cluster, f"scenario {self.name}: cluster")
 
     @cached_property
     def gpu_description(self) -> Gpu:

@@ -58,7 +58,7 @@ def chrome_trace(
         where[task].append(tracks.number(process or thread, thread))
     for task, lane in _lanes(timeline, [task for task, places in enumerate(where) if not places]):
         where[task].append(tracks.number(_UNBOUND, f"lane {lane}"))
-    path_track = tracks.number(_CRITICAL, "tasks") if critical else None
+    path_track = tracks.number(_CRITICAL, "tasks")
 
     spans = []
     for task, places in enumerate(where):
@@ -66,8 +66,7 @@ def chrome_trace(
             span = _span(timeline, task, graph.name(task), place)
             span["args"]["critical"] = task in on_path
             spans.append(span)
-    if path_track:
-        spans += [_span(timeline, task, graph.kinds[graph.kind[task]], path_track) for task in critical]
+    spans += [_span(timeline, task, graph.kinds[graph.kind[task]], path_track) for task in critical]
     samples = []
     for name, points in (counters or {}).items():
         pid, _ = tracks.number("counters", name)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 from scipy.stats import spearmanr
 
-from hyscale_simulator.descriptions import DATA, Description, Rate, find, parse
+from hyscale_simulator.descriptions import DATA, Description, Rate, Several, find, parse
 from hyscale_simulator.durations import Prices
 from hyscale_simulator.evaluate import evaluator
 from hyscale_simulator.hardware import Gpu
@@ -62,7 +62,7 @@ class Source(Description):
     formula: Literal["", "megatron-2021", "causal", "nemo"] = ""
     """How it counts the FLOPs of a step, for TFLOPS rows."""
     scenario: dict[str, Any]
-    cases: tuple[Case, ...]
+    cases: Several[Case]
 
     def scenario_of(self, case: Case) -> Scenario:
         """The case as a scenario."""

@@ -76,6 +76,35 @@ def test_simulate_takes_a_file_changes_and_writes_a_trace(tmp_path: Path) -> Non
         ([*PRESET, "--set", "gpus=100000"], "gpus = 100000: the cluster"),
         ([*PRESET, "--profiles", "none.jsonl"], "none.jsonl:1: unreadable"),
         ([*PRESET, "--engine", "magic"], "--engine 'magic'"),
+        (
+            [*PRESET, "--set", "recompute.replay=yes"],
+            "recompute.replay = 'yes': Input should be a valid boolean",
+        ),
+        ([*PRESET, "--set", "recompute.replay=1"], "recompute.replay = 1: Input should be a valid boolean"),
+        (
+            [*PRESET, "--set", 'offload.activations="0.5"'],
+            "offload.activations = '0.5': Input should be a valid",
+        ),
+        ([*PRESET, "--set", "offload.activations=50"], "less than or equal to 1"),
+        (
+            [*PRESET, "--set", f"batch.sequence_tokens={10**23}"],
+            "the work of a step must stay below 146 years",
+        ),
+        ([*PRESET, "--set", f"batch.sequences_per_step={10**9}"], "are more than 262,144 passes"),
+        ([*PRESET, "--set", "overlap.communication_sms=78"], "at most 70 of the 78 SMs"),
+        ([*PRESET, "--set", "layout.stage_layers=[78,0,0,0,0,0,0,0]"], "may hold no layer"),
+        (
+            [*PRESET, "--set", "model=glm-6"],
+            "scenario glm-5.1-1m-512xh20: model: models: no 'glm-6' is shipped",
+        ),
+        ([*PRESET, "--set", "model={layers=1.5}"], "model.layers = 1.5: Input should be a valid integer"),
+        ([*PRESET, "--set", "cluster.gpu.memory_gb=96e9"], "cluster.gpu.memory_gb = 96000000000.0"),
+        ([*PRESET, "--set", "cluster.gpu.family=rubin"], "gpu H20: family = 'rubin': no sustained bf16 rate"),
+        (
+            [*PRESET, "--set", "cluster.gpu.nvlink.bus_gb_per_s=900.0"],
+            "nvlink.bus_gb_per_s = 900.0: at most the data sheet's nvlink_gb_per_s = 450.0",
+        ),
+        ([*PRESET, "--trace", "step.txt"], "--trace step.txt: a file that ends in .json or .json.gz"),
         ([*PRESET, "--layer", "3"], "--layer: needs --trace FILE"),
         ([*PRESET, "--layer", "78", "--trace", "unwritten.json"], "layer = 78; the model has 0 to 77"),
         ([*PRESET, "--nonsense"], "No such option"),
@@ -90,13 +119,46 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert "Traceback" not in error
 
 
+def test_a_description_in_place_of_a_name_is_checked_field_by_field(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate([*PRESET, "--set", "model={layers=78,colour=1}"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "hyscale simulate: scenario glm-5.1-1m-512xh20: model.name: required, but missing"
+    assert lines[-1] == "scenario glm-5.1-1m-512xh20: model.colour: unknown field (value 1)"
+
+
 def test_coverage_lists_what_every_op_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step.json"
     assert simulate([*PRESET, "--coverage", "--json", str(path)]) == 0
     listed = json.loads(path.read_text())["coverage"]
     assert {"hytopk", "grouped_gemm", "sparse_attention_bwd", "rmsnorm"} <= {item["op"] for item in listed}
     assert all(item["source"] and item["seconds"] >= 0 for item in listed)
-    assert "% of kernel time" in capsys.readouterr().out
+    assert "% of time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--holdout", "--steps", "steps.jsonl"], "--holdout and --steps: one of them"),
+        (["--profiles", "none.jsonl"], "none.jsonl:1: unreadable"),
+        (["--steps", "none.jsonl"], "none.jsonl: unreadable"),
+        (["--steps", "bad.jsonl"], "bad.jsonl: line 1: step_ms = -1: Input should be greater than 0"),
+    ],
+)
+def test_a_mistake_of_validate_is_one_message(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"schema": 1, "step_ms": -1}\n')
+    assert validate(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "pydantic" not in error
 
 
 def test_an_unwritable_result_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

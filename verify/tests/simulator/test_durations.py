@@ -1,5 +1,6 @@
 """Prices: measured points exactly, interpolation and projection as stated, and never a silent default."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyscale_ref.profile import ProfileError, ProfilePoint, as_shape, write_profile
-from hyscale_simulator.descriptions import DescriptionError, find, shipped
+from hyscale_simulator.descriptions import find, shipped
 from hyscale_simulator.durations import MissingProfileError, Prices
+from hyscale_simulator.evaluate import evaluate
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import OPS, Op, kernel
 from hyscale_simulator.profiles import Profiles, load_profiles
 from hyscale_simulator.roofline import floor_us, project_us, terms_us
+from hyscale_simulator.scenario import load
 from hyscale_simulator.validation import compare_kernels
 
 GPUS = [find(Gpu, "gpus", name) for name in shipped("gpus")]
@@ -138,22 +141,59 @@ def test_a_gpu_of_ones_own_may_have_profiles(tmp_path: Path) -> None:
     mine = H20.model_copy(update={"device": "NVIDIA X1", "name": "X1"})
     path = tmp_path / "x1.jsonl"
     write_profile(path, [replace(scores(4096, 65536, 777.0), device="NVIDIA X1")])
-    with pytest.raises(DescriptionError, match="NVIDIA X1"):
+    with pytest.raises(ProfileError, match=r"x1\.jsonl:2: device = 'NVIDIA X1'; no GPU description has it"):
         load_profiles((str(path),))
     call = kernel("index_scores", "fp8", rows=4096, keys=65536, heads=32, dim=128)
     assert Prices(load_profiles((str(path),), (mine,)), mine)(call).us == 777.0
 
 
-def test_an_unknown_device_or_incomplete_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DescriptionError, match="profile of device 'NVIDIA X100'"):
-        Profiles([replace(scores(1, 1, 1.0), device="NVIDIA X100")], GPUS)
-    prices = Prices(Profiles([point(1.0, rows=4, keys=4)], GPUS), H200)
-    with pytest.raises(DescriptionError, match="shape has no 'heads'"):
-        prices(kernel("index_scores", "fp8", rows=4, keys=4, heads=32, dim=128))
+@pytest.mark.parametrize(
+    ("useless", "message"),
+    [
+        (replace(scores(1, 1, 1.0), device="NVIDIA X100"), "device = 'NVIDIA X100'; no GPU"),
+        (point(1.0, rows=4, keys=4), "index_scores: shape has no 'heads'; needed: heads, dim, rows, keys"),
+        (scores(4096, 0, 1.0), "index_scores: shape.keys = 0; at least 1 is needed"),
+        (replace(scores(4, 4, 1.0), dtype="fp4"), "index_scores: dtype = 'fp4'; allowed: fp32, bf16"),
+        (point(1.0, "all_gather", ranks=1, bytes=8), "all_gather: shape.ranks = 1; at least 2 is needed"),
+        (point(1.0, "all_gather", bytes=8), "all_gather: shape has no 'ranks'; needed: ranks, bytes"),
+    ],
+)
+def test_a_point_that_could_price_nothing_is_refused(
+    useless: ProfilePoint, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ProfileError, match=re.escape(message)):
+        Profiles([useless], GPUS)
+    path = tmp_path / "mine.jsonl"
+    write_profile(path, [useless])
+    with pytest.raises(ProfileError, match=re.escape(f"mine.jsonl:2: {message}")):
+        load_profiles((str(path),))
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"schema":1}\n{"op":')
     with pytest.raises(ProfileError, match=r"broken\.jsonl:2: not JSON"):
         load_profiles((str(path),))
+
+
+def test_users_points_are_credited_to_their_file_and_what_is_idle_is_named(tmp_path: Path) -> None:
+    """A regime that is not said is any; what no model runs, and what prices nothing, is told."""
+    shape = {"heads": 32, "dim": 128, "top_k": 2048, "rows": 4096}
+    times = {262144: 9000.0, 1048576: 33000.0}
+    mine = [point(us, "hytopk", "mine", keys=keys, **shape) for keys, us in times.items()]
+    used, idle = tmp_path / "used.jsonl", tmp_path / "idle.jsonl"
+    write_profile(used, mine)
+    write_profile(idle, [point(1.0, "hytopkk", "mine", keys=4, **shape)])
+    scenario = load("glm-5.1-1m-512xh20").with_(**{"selection.scoring_dtype": "fp8"})
+    plain = evaluate(scenario)
+    found = evaluate(scenario, profiles=(str(used), str(idle)))
+    assert ("hytopk", "fp8", "projected", str(used)) in [evidence for evidence, _ in found.coverage]
+    assert found.step_time_s < plain.step_time_s
+    assert found.warnings == (
+        f"{idle}: no model here runs hytopkk: those points are not used",
+        f"{idle}: no price of this step rests on it (--coverage lists what does)",
+    )
+    assert plain.warnings == ()
 
 
 def test_an_op_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,11 +85,6 @@ def test_order_of_numbering_does_not_matter_to_either_pass() -> None:
     assert longest_path(graph).start_ns.tolist() == [10, 3, 0]
 
 
-def test_an_empty_graph_takes_no_time() -> None:
-    graph = GraphBuilder().build()
-    assert simulate(graph).makespan_ns == longest_path(graph).makespan_ns == 0
-
-
 def test_a_collective_starts_with_its_last_member_and_ends_on_all_at_once() -> None:
     builder = GraphBuilder()
     for rank, late in enumerate([5, 60, 20]):

@@ -176,7 +176,9 @@ def test_slack_is_what_a_task_may_grow_and_not_a_nanosecond_more(graphs: Graphs,
 
 
 @quick
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 3000)), max_size=8), st.integers(2, 5))
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 3000)), min_size=1, max_size=8), st.integers(2, 5)
+)
 def test_a_faster_link_never_slows_messages_in_fixed_order(
     messages: list[tuple[int, int]], faster: int
 ) -> None:

@@ -1,6 +1,7 @@
 """Tables, levels, and how groups of ranks lie on them."""
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,14 @@ def test_between_points_the_table_is_straight_in_log_space() -> None:
 
 
 def test_beyond_the_table_the_bus_bandwidth_is_held_and_below_it_the_latency() -> None:
-    assert TABLE.lookup(3 << 20) == (60.0, "extrapolated")
-    assert TABLE.lookup(1) == TABLE.lookup(0) == (10.0, "extrapolated")
+    assert TABLE.lookup(3 << 20) == (60.0, "interpolated")
+    assert TABLE.lookup(1) == TABLE.lookup(0) == (10.0, "interpolated")
+
+
+def test_another_gpu_s_table_projects() -> None:
+    carried = replace(TABLE, carried=True)
+    for size in (1, 1 << 20, 1 << 30):
+        assert carried.lookup(size) == (TABLE.lookup(size)[0], "projected")
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9))
@@ -172,7 +179,7 @@ def test_a_degraded_level_loses_bandwidth_or_ports_and_what_was_measured_on_it()
     assert broken.tables == (TABLE,)
     with pytest.raises(ValueError, match="no 'rack'"):
         degrade_level(healthy, "rack")
-    with pytest.raises(ValueError, match="ports_lost: 8 of the 8"):
+    with pytest.raises(ValueError, match="ports_lost = 8: at most 7 of the 8"):
         degrade_level(healthy, "leaf", ports_lost=8)
     with pytest.raises(ValueError, match="bandwidth_factor: 0"):
         degrade_level(healthy, "leaf", bandwidth_factor=0)

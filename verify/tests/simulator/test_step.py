@@ -168,7 +168,7 @@ def test_a_damaged_network_slows_what_crosses_it() -> None:
     healthy = dict(evaluate(GLM).breakdown)["expert comm"]
     assert dict(half.breakdown)["expert comm"] == pytest.approx(2 * healthy, rel=0.1)
     assert half.step_ns == ports.step_ns
-    with pytest.raises(LayoutError, match="faults: ports_lost: 8"):
+    with pytest.raises(LayoutError, match="faults: ports_lost = 8: at most 7"):
         evaluate(GLM.with_(**{"faults.ports_lost": 8}))
 
 

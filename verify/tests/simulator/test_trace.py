@@ -190,7 +190,3 @@ def test_files_are_json_packed_or_not_and_equal_seeds_give_equal_bytes(tmp_path:
     assert written[0] == written[1] != written[2]
     assert gzip.decompress(written[0]) == written[3]
     parse(json.loads(written[3]))
-
-
-def test_an_empty_graph_is_an_empty_trace() -> None:
-    assert chrome_trace(simulate(GraphBuilder().build()))["traceEvents"] == []
