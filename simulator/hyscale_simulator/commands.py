@@ -31,12 +31,6 @@ OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 
-TARGETS = {"mape_pct": 10.0, "worst_pct": 25.0, "bias_pct": 5.0, "spearman": 0.95}
-"""What ``hyscale validate`` demands: mean, worst and signed error at most, rank correlation at least."""
-
-HELD_OUT = {"median_pct": 6.0, "p90_pct": 20.0}
-"""What ``hyscale validate --holdout`` demands of every table, at most."""
-
 
 def run_command(command: Callable[..., int], argv: list[str], name: str) -> int:
     """Run a typer command on ``argv`` and turn every expected failure into one message and an exit code."""
@@ -299,146 +293,30 @@ def validate(argv: list[str]) -> int:
     return run_command(command, argv, "validate")
 
 
-def _measured(path: Path, profiles: tuple[str, ...], console: Console) -> tuple[bool, list[dict[str, Any]]]:
-    """Print measured steps beside their predictions; whether all are within their targets, and the rows."""
-    from hyscale_simulator.measured_steps import compare_measured, within
-    from hyscale_simulator.measured_text import record, show
-
-    rows = compare_measured(path, profiles)
-    show(rows, console)
-    return within(rows), record(rows)
-
-
 def _compare(profiles: tuple[str, ...], json_: Path | None, steps: Path | None) -> int:
-    from hyscale_simulator.validation import compare, compare_kernels, compare_memory, summarise
+    from hyscale_simulator import measured_text, validation, validation_text
+    from hyscale_simulator.measured_steps import compare_measured, within
 
     console = output(json_)
-    # Read first: a bad file is an error before the work.
-    measured = _measured(steps, profiles, console) if steps is not None else None
-    rows = compare(profiles)
-    table = Table("case", "published s", "predicted s", "error %", "", box=None, pad_edge=False)
-    for column in table.columns[1:4]:
-        column.justify = "right"
-    source = ""
-    for row in rows:
-        if row.source != source:
-            source = row.source
-            table.add_row(f"[bold]{source}[/bold]")
-        note = "" if row.compared else "beside the summary"
-        table.add_row(
-            row.name, f"{row.published_s:.3f}", f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", note
-        )
-    console.print(table)
-    others = Table("memory and kernels", "published", "predicted", "error %", "", box=None, pad_edge=False)
-    memory, kernels = compare_memory(), compare_kernels(profiles)
-    for item in memory:
-        others.add_row(
-            item.name, f"{item.published_gib:.1f}", f"{item.predicted_gib:.1f}", f"{item.error_pct:+.1f}",
-            f"GiB, {item.what}",
-        )  # fmt: skip
-    for figure in kernels:
-        others.add_row(
-            figure.name,
-            "-".join(f"{end:.4g}" for end in dict.fromkeys(figure.published)),
-            f"{figure.predicted:.4g}",
-            f"{figure.error_pct:+.1f}",
-            figure.unit,
-        )
-    console.print(others)
-    summary = summarise(rows)
-    within = (
-        summary.mape_pct <= TARGETS["mape_pct"]
-        and abs(summary.worst_pct) <= TARGETS["worst_pct"]
-        and abs(summary.bias_pct) <= TARGETS["bias_pct"]
-        and summary.spearman >= TARGETS["spearman"]
-    )
-    console.print(
-        f"{sum(row.compared for row in rows)} steps: mean error {summary.mape_pct:.1f} %, "
-        f"worst {summary.worst_pct:+.1f} %, bias {summary.bias_pct:+.1f} %, "
-        f"rank correlation {summary.spearman:.3f}  "
-        f"(targets 10, 25, 5, 0.95: {'[green]met[/green]' if within else '[red]missed[/red]'})"
-    )
-    if measured is not None:
-        within = within and measured[0]
+    met, record = True, {}
+    if steps is not None:  # read first: a bad file is an error before the work
+        rows = compare_measured(steps, profiles)
+        measured_text.show(rows, console)
+        met, record = within(rows), {"measured": measured_text.record(rows)}
+    found = validation.validate(profiles)
+    met = validation_text.show(found, console) and met
     if json_ is not None:
-        record = {
-            "cases": [
-                {
-                    "name": row.name,
-                    "source": row.source,
-                    "compared": row.compared,
-                    "published": row.published_s,
-                    "predicted": row.predicted_s,
-                    "unit": "s",
-                    "error_pct": row.error_pct,
-                }
-                for row in rows
-            ],
-            "memory": [
-                {"name": item.name, "what": item.what, "published": item.published_gib,
-                 "predicted": item.predicted_gib, "unit": "GiB", "error_pct": item.error_pct}
-                for item in memory
-            ],
-            "kernels": [
-                {"name": figure.name, "published": figure.published, "predicted": figure.predicted,
-                 "unit": figure.unit, "error_pct": figure.error_pct}
-                for figure in kernels
-            ],
-            **({"measured": measured[1]} if measured is not None else {}),
-            "summary": {
-                "mape_pct": summary.mape_pct,
-                "worst_pct": abs(summary.worst_pct),
-                "bias_pct": summary.bias_pct,
-                "spearman": summary.spearman,
-            },
-        }  # fmt: skip
-        write_json(json_, record)
-    return OK if within else FAILED
+        write_json(json_, validation_text.record(found) | record)
+    return OK if met else FAILED
 
 
 def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
-    import numpy as np
-
+    from hyscale_simulator.held_out import hold_out
     from hyscale_simulator.profiles import load_profiles
+    from hyscale_simulator.validation_text import show_held_out
 
-    table = Table(
-        "op", "dtype", "implementation", "GPU", "points", "median %", "p90 %", "", box=None, pad_edge=False
-    )
-    for column in table.columns[4:7]:
-        column.justify = "right"
-    record = []
-    for measured in load_profiles(profiles).tables():
-        errors = [abs(error) for _, error in measured.held_out()]
-        if len(errors) < 3:
-            continue
-        found = {
-            "median_pct": 100 * float(np.median(errors)),
-            "p90_pct": 100 * float(np.quantile(errors, 0.9)),
-        }
-        within = all(found[key] <= most for key, most in HELD_OUT.items())
-        table.add_row(
-            measured.op,
-            measured.dtype,
-            " ".join(part for part in (measured.implementation, measured.regime) if part),
-            measured.gpu.name,
-            f"{len(errors):,}",
-            f"{found['median_pct']:.1f}",
-            f"{found['p90_pct']:.1f}",
-            "" if within else "[red]missed[/red]",
-        )
-        record.append(
-            {"op": measured.op, "dtype": measured.dtype, "implementation": measured.implementation,
-             "regime": measured.regime, "gpu": measured.gpu.name, "points": len(errors), **found,
-             "within": within}
-        )  # fmt: skip
-    console = output(json_)
-    console.print("Leave-one-shape-out: each measured shape between two others, looked up without it.")
-    console.print(table)
-    met = sum(bool(row["within"]) for row in record)
-    verdict = "[green]met[/green]" if met == len(record) else "[red]missed[/red]"
-    console.print(
-        f"{met} of {len(record)} tables within a median of 6 % and a 90th percentile of 20 %: {verdict}"
-    )
+    found = hold_out(load_profiles(profiles).tables())
+    met = show_held_out(found, output(json_))
     if json_ is not None:
-        write_json(json_, {"tables": record})
-    return OK if met == len(record) else FAILED
+        write_json(json_, {"tables": [row.to_json() for row in found]})
+    return OK if met else FAILED

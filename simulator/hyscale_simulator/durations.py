@@ -11,8 +11,9 @@ from typing import Literal
 from hyscale_simulator.calibration import calibration
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import OPS, Kernel
-from hyscale_simulator.profiles import Profiles, Table
+from hyscale_simulator.profiles import Profiles
 from hyscale_simulator.roofline import floor_us, project_us
+from hyscale_simulator.tables import Table
 
 __all__ = ["Duration", "How", "MissingProfileError", "Prices"]
 

@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hyscale_simulator.commands import presets, setting, simulate, validate
 from hyscale_simulator.descriptions import DescriptionError
+from hyscale_simulator.evaluate import evaluate
+from hyscale_simulator.scenario import load
+from hyscale_simulator.validation import Comparison, KernelComparison, MemoryComparison, Validation
 
 PRESET = ["--preset", "glm-5.1-1m-512xh20"]
 
@@ -17,10 +21,15 @@ def test_simulate_writes_its_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert simulate([*PRESET, "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     assert record["schema"] == 1
-    assert {"scenario_hash", "step_time_s", "tokens_per_s_per_gpu", "mfu", "breakdown", "critical_path",
-            "memory", "provenance", "uncertainty", "warnings"} <= record.keys()  # fmt: skip
+    assert record.keys() == {
+        "schema", "scenario", "scenario_hash", "step_time_s", "tokens_per_s_per_gpu", "mfu", "breakdown",
+        "critical_path", "memory", "provenance", "coverage", "uncertainty", "warnings",
+    }  # fmt: skip
+    assert all(part.keys() == {"name", "seconds"} for part in record["breakdown"] + record["critical_path"])
     assert sum(part["seconds"] for part in record["breakdown"]) == pytest.approx(record["step_time_s"])
-    assert record["memory"].keys() >= {"peak_gib", "capacity_gib", "fits", "items"}
+    assert record["memory"].keys() == {"peak_gib", "capacity_gib", "fits", "stage", "items", "remedies"}
+    assert all(item.keys() == {"name", "gib"} for item in record["memory"]["items"])
+    assert record["uncertainty"].keys() == {"low_s", "high_s"}
     assert record["provenance"].keys() == {"measured", "interpolated", "projected", "assumed"}
     assert record["uncertainty"]["low_s"] < record["step_time_s"] < record["uncertainty"]["high_s"]
     printed = capsys.readouterr().out
@@ -213,13 +222,33 @@ def test_validate_writes_its_schema(
     """On the small sources: the whole set is held to its targets in test_validation."""
     from hyscale_simulator import validation
 
-    few = tuple(
-        source for source in validation.sources() if len(source.cases) == 5 or "NeMo" in source.source
-    )
+    few = tuple(source for source in validation.sources() if len(source.cases) <= 5)
     monkeypatch.setattr(validation, "sources", lambda: few)
     path = tmp_path / "validate.json"
     assert validate(["--json", str(path)]) in (0, 1)
     record = json.loads(path.read_text())
-    assert record["cases"][0].keys() >= {"name", "published", "predicted", "unit", "error_pct"}
+    assert record.keys() == {"cases", "memory", "kernels", "summary"}
+    figure = {"name", "published", "predicted", "unit", "error_pct"}
+    assert all(row.keys() == {*figure, "source", "compared"} for row in record["cases"])
+    assert all(row.keys() == {*figure, "what"} for row in record["memory"])
+    assert all(row.keys() == figure for row in record["kernels"])
     assert record["summary"].keys() == {"mape_pct", "worst_pct", "bias_pct", "spearman"}
-    assert "rank correlation" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rank correlation" in printed
+    assert "5 figures of memory: worst -5.9 %  (target 10: met)" in printed
+    assert "7 kernels: worst" in printed
+
+
+def test_validate_fails_on_memory_or_a_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyscale_simulator import validation
+
+    steps = [Comparison(str(s), "", True, s, 1.01 * s, evaluate(load(PRESET[1]))) for s in (1.0, 2.0, 3.0)]
+    memory, kernel = MemoryComparison("m", "", 10.0, 10.9), KernelComparison("k", (1.0, 1.0), 1.14, "ms")
+    for item, figure, code in (
+        (memory, kernel, 0),
+        (replace(memory, predicted_gib=11.1), kernel, 1),
+        (memory, replace(kernel, predicted=0.8), 1),
+    ):
+        found = Validation(steps, [item], [figure])
+        monkeypatch.setattr(validation, "validate", lambda _, found=found: found)
+        assert validate([]) == code

@@ -10,8 +10,8 @@ from hyscale_simulator.descriptions import DescriptionError, find, schemas, ship
 from hyscale_simulator.hardware import Cluster, Gpu
 from hyscale_simulator.model import Model
 from hyscale_simulator.profiles import load_profiles
+from hyscale_simulator.published import sources
 from hyscale_simulator.scenario import Scenario, load, presets
-from hyscale_simulator.validation import sources
 
 PARAMETERS = {
     "glm-5.1": 743_911_199_232,  # as transformers loads GLM-5

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from hyscale_simulator.layout import plan
 from hyscale_simulator.memory import activation_bytes, kept_bytes, memory, parameters_of, what_would_fit
+from hyscale_simulator.published import sources
 from hyscale_simulator.scenario import load
-from hyscale_simulator.validation import compare_memory, sources
+from hyscale_simulator.validation import compare_memory
 from hyscale_simulator.work import Rank, layer_kind
 from hyscale_simulator.work.selection import record_bytes
 
