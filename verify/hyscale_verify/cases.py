@@ -54,6 +54,7 @@ class InternalSizes:
     row_tiles: int
     key_tiles: int
     repair_splits: int
+    table_keys: int = 0
 
     def capacity(self, top_k: int) -> int:
         return self.slack << (top_k + self.gather - 1).bit_length()
@@ -63,7 +64,7 @@ class InternalSizes:
             f"tile {self.tile_rows} rows x {self.tile_keys} keys, segment {self.segment_tiles} tiles, "
             f"chunk {self.row_tiles} x {self.key_tiles} tiles, {self.samples} samples, "
             f"room for {self.capacity(top_k)} candidates, gather {self.gather}, row group {self.row_group}, "
-            f"repair splits {self.repair_splits}"
+            f"repair splits {self.repair_splits}, tables of {self.table_keys} keys"
         )
 
 

@@ -135,6 +135,7 @@ class HyTopK:
             row_chunk=sizes.row_tiles * sizes.tile_rows,
             key_chunk=sizes.key_tiles * sizes.tile_keys,
             repair_splits=sizes.repair_splits,
+            table_keys=sizes.table_keys,
         )
 
     def dense(self, case: Case) -> Float32:

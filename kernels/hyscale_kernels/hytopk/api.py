@@ -6,7 +6,8 @@ The contract is in ``hytopk``'s docstring; README.md beside this file says why i
 import torch
 
 from .compact import launch_compact
-from .plan import MAX_TOP_K, Plan, ceil_div, workspace_bound
+from .filter import launch_filter
+from .plan import MAX_TOP_K, Pass, Plan, ceil_div, passes, workspace_bound
 from .plateau import launch_plateau
 from .prepare import launch_prepare
 from .problem import Problem, Results
@@ -61,7 +62,8 @@ def hytopk(
         return_scores: also return the selected scores.
         validate: wait for the device and raise on an invalid window or scale. CPU tensors always are
             checked.
-        plan: sizes of tiles and buffers; they never change the result. Default: Plan.default.
+        plan: sizes of tiles and buffers; they never change the result. Default: a plan for each pass over
+            some rows, for as many keys as these can see.
 
     Returns:
         Selection. A row's result depends on that row's inputs alone, bit for bit: not on the run, the
@@ -74,9 +76,11 @@ def hytopk(
     """
     check_call(q, k, w, start, end, k_scale)
     top_k = check_top_k(top_k)
-    plan = _plan(q, k, top_k, plan)
+    if plan is not None:
+        _check_plan(plan, top_k)
+    sizes = [] if plan is None else plan.as_ints()  # the operator plans: its arithmetic is not traced
     indices, count, scores, nans, rescored, candidates, invalid = _hytopk(
-        q.detach(), k.detach(), w.detach(), top_k, start, end, k_scale, return_scores, plan.as_ints()
+        q.detach(), k.detach(), w.detach(), top_k, start, end, k_scale, return_scores, sizes
     )
     selection = Selection(
         indices=indices,
@@ -108,21 +112,32 @@ def dense_scores(
     For verification and small problems; arguments and errors as ``hytopk``. NaN is kept, -0 is +0.
     """
     check_call(q, k, w, start, end, k_scale)
-    plan = _plan(q, k, 1, plan)
+    (T, H, D), S = q.shape, k.shape[0]
+    if plan is None:
+        plan = Plan.default(T, S, H, D, 1, q.dtype, q.device)
+    _check_plan(plan, 1)
     if q.device.type == "cpu":
         check_windows(start, end, k.shape[0])
         check_scales(k_scale)
     with torch.cuda.device_of(q):
-        lo, hi = launch_prepare(start, end, k.shape[0], q.new_empty(q.shape[0], dtype=torch.int32))
+        lo, hi = launch_prepare(start, end, S, q.new_empty(T, dtype=torch.int32))
         problem = Problem(q.detach(), k.detach(), w.detach(), k_scale, lo, hi)
-        return launch_dense(problem, 0, problem.num_queries, plan)
+        return launch_dense(problem, 0, T, plan)
 
 
 def workspace_bytes(
     T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: str = "cuda"
 ) -> int:
     """Peak bytes that ``hytopk`` allocates beside its outputs; at most 16 * T * top_k + 64 MiB."""
-    size = Plan.default(T, S, H, D, check_top_k(top_k), dtype, device).workspace_bytes(T, S)
+    check_top_k(top_k)
+    size = max(
+        (
+            each.plan.workspace_bytes(T, each.keys)
+            for causal in (False, True)[: 1 + (T == S)]
+            for each in passes(T, S, H, D, top_k, dtype, device, causal=causal)
+        ),
+        default=0,
+    )
     assert size <= workspace_bound(T, top_k), (size, workspace_bound(T, top_k))
     return size
 
@@ -139,42 +154,57 @@ def _hytopk(
     return_scores: bool,
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    sizes = Plan.from_ints(plan)
-    T, S = q.shape[0], k.shape[0]
+    (T, H, D), S = q.shape, k.shape[0]
     if q.device.type == "cpu":
         check_windows(start, end, S)
         check_scales(k_scale)
     indices, count, scores, nans, pending, filled, invalid = _outputs(q, top_k, return_scores)
     results = Results(indices, count, scores if return_scores else None, nans, pending, filled)
+    causal = start is None and end is None
+    sizes = Plan.from_ints(plan) if plan else None
     with torch.cuda.device_of(q):
         lo, hi = launch_prepare(start, end, S, invalid)
         problem = Problem(q, k, w, k_scale, lo, hi)
-        for row0 in range(0, T, sizes.row_chunk):
-            _select_rows(problem, results, row0, min(sizes.row_chunk, T - row0), top_k, sizes)
+        for part in passes(T, S, H, D, top_k, q.dtype, q.device, causal=causal, plan=sizes):
+            _select_rows(problem.first_keys(part.keys), results, part, top_k)
     return indices, count, scores, nans, pending, filled, invalid
 
 
-def _select_rows(problem: Problem, results: Results, row0: int, R: int, top_k: int, plan: Plan) -> None:
-    """All stages for rows row0 .. row0+R-1."""
-    S = problem.num_keys
+def _select_rows(problem: Problem, results: Results, part: Pass, top_k: int) -> None:
+    """All stages of one pass; ``problem`` has the keys that its rows see."""
+    row0, R, S, plan = part.row0, part.rows, part.keys, part.plan
     filled = results.filled[row0 : row0 + R]
-    if plan.capacity >= S:
-        scores = launch_dense(problem, row0, R, plan, as_ordered=True)
-        launch_select_table(problem, scores, filled, results, row0, top_k, plan)
+    if S <= plan.capacity:
+        table = launch_dense(problem, row0, R, plan, as_ordered=True)
+        launch_select_table(problem, table, filled, results, row0, top_k, plan)
         return
-    scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan)
-    buffers = plan.buffers(R)
-    candidates = torch.empty((buffers, plan.capacity), dtype=torch.int32, device=problem.device)
+    if S <= plan.table_keys:
+        table = launch_dense(problem, row0, R, plan, as_ordered=True)
+        scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan, table)
+        candidates, keys = launch_filter(problem, table, scan_hi, threshold, filled, row0, plan)
+        del table
+    else:
+        scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan)
+        candidates = _scan(problem, scan_hi, threshold, filled, part)
+        keys = launch_rescore(problem, candidates, filled, row0, plan)
+    launch_select(problem, candidates, keys, filled, threshold, results, row0, top_k, plan)
+    launch_plateau(problem, candidates, keys, filled, plateau, results, row0, top_k, plan)
+    launch_repair(problem, candidates, keys, results, row0, R, top_k, plan)
+
+
+def _scan(
+    problem: Problem, scan_hi: torch.Tensor, threshold: torch.Tensor, filled: torch.Tensor, part: Pass
+) -> torch.Tensor:
+    """The keys that reach the threshold, int32 [buffers, capacity], ascending; their number in filled."""
+    row0, R, S, plan = part.row0, part.rows, part.keys, part.plan
+    shape = (plan.buffers(R), plan.capacity)
+    candidates = torch.empty(shape, dtype=torch.int32, device=problem.device)
     bitmap = torch.empty((R, ceil_div(min(plan.key_chunk, S), 32)), dtype=torch.int32, device=problem.device)
     for key0 in range(0, S, plan.key_chunk):
         key1 = min(key0 + plan.key_chunk, S)
         launch_scan(problem, scan_hi, threshold, bitmap, row0, key0, key1, plan)
         launch_compact(problem, bitmap, scan_hi, filled, candidates, row0, key0, key1, plan)
-    del bitmap
-    keys = launch_rescore(problem, candidates, filled, row0, plan)
-    launch_select(problem, candidates, keys, filled, threshold, results, row0, top_k, plan)
-    launch_plateau(problem, candidates, keys, filled, plateau, results, row0, top_k, plan)
-    launch_repair(problem, candidates, keys, results, row0, R, top_k, plan)
+    return candidates
 
 
 @_hytopk.register_fake
@@ -211,13 +241,10 @@ def check_top_k(top_k: int) -> int:
     return top_k
 
 
-def _plan(q: torch.Tensor, k: torch.Tensor, top_k: int, plan: Plan | None) -> Plan:
-    if plan is None:
-        return Plan.default(q.shape[0], k.shape[0], q.shape[1], q.shape[2], top_k, q.dtype, q.device)
+def _check_plan(plan: Plan, top_k: int) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
     plan.check(top_k)
-    return plan
 
 
 def _tensor(name: str, value: object, axes: str, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Sizes of HyTopK's tiles, chunks and buffers. They decide speed and memory, never the result."""
 
 import math
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 
@@ -19,6 +20,21 @@ MOST_CHUNK_KEYS = 2**24
 
 # Rows of one pass: few enough that their queries (32 heads of 128 bytes each) stay in the L2 cache.
 MOST_CHUNK_ROWS = 4096
+
+# Standard deviations between the samples expected among a row's K best and the rank of its threshold.
+CAUTION = 4.5
+
+# Standard deviations that a buffer leaves above the candidates expected: one row of a million overflows.
+MARGIN = 4.75
+
+# What a candidate costs (compacted, scored again, ranked), in sampled keys.
+CANDIDATE_COST = 4
+
+# Buffers are not sized beyond this, so that those of one row tile fit the fixed part of the workspace.
+MOST_CAPACITY = 2**16
+
+# Most samples of a row: threshold.py numbers them in 32-bit products.
+MOST_SAMPLES = 2**15
 
 # Small arrays: lo, hi of each row of the call; scan_hi, threshold, plateau, and repair's list and NaN counts
 # of each row of the chunk; repair's total.
@@ -45,15 +61,17 @@ def padded(size: int, dtype: torch.dtype) -> int:
 class Plan:
     """Internal sizes of one call. All counts are of rows or keys.
 
-    tile_rows, tile_keys   one scan tile; powers of two, tile_keys a multiple of 32
-    segment                keys one scan program walks; 0 lets the launcher fill the device
-    samples                keys sampled per row tile to guess the threshold; a multiple of tile_keys
-    capacity               candidates kept per row; a power of two, at least top_k + gather
+    tile_rows, tile_keys   one tile of scores; powers of two, tile_keys a multiple of 32
+    segment                keys one scoring program walks; 0 lets the launcher fill the device
+    samples                keys sampled to guess a threshold; a multiple of tile_keys, at most 32,768
+    capacity               candidates kept per row, at least top_k + gather; a power of two, or a multiple
+                           of the columns that a step of the row-wise stages takes
+    table_keys             most keys whose scores are kept as a table; more are scanned
     gather                 keys one step of rescoring and repair takes; a power of two
     row_group              rows one program of the row-wise stages takes; a power of two
     row_chunk, key_chunk   rows and keys one pass takes; multiples of tile_rows and tile_keys
-    stages, warps          software pipelining depth and warps of the scan
-    registers              most registers a thread of the scan takes; 0 leaves it to the compiler
+    stages, warps          software pipelining depth and warps of the scoring kernels
+    registers              most registers a thread of theirs takes; 0 leaves it to the compiler
     repair_splits          most programs that share the keys of one row in repair; a power of two
     """
 
@@ -62,6 +80,7 @@ class Plan:
     segment: int
     samples: int
     capacity: int
+    table_keys: int
     gather: int
     row_group: int
     row_chunk: int
@@ -72,7 +91,7 @@ class Plan:
     repair_splits: int
 
     def __post_init__(self) -> None:
-        for name in ("tile_rows", "tile_keys", "capacity", "gather", "row_group", "repair_splits"):
+        for name in ("tile_rows", "tile_keys", "gather", "row_group", "repair_splits"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"plan.{name} is {value}; it must be a power of two")
@@ -86,11 +105,20 @@ class Plan:
             value = getattr(self, name)
             if value < unit or value % unit:
                 raise ValueError(f"plan.{name} is {value}; it must be a positive multiple of {unit}")
+        if self.samples > MOST_SAMPLES:
+            raise ValueError(f"plan.samples is {self.samples}; it must be at most {MOST_SAMPLES}")
+        if self.capacity < 1 or (
+            self.capacity & (self.capacity - 1) and self.capacity % _columns(self.row_group)
+        ):
+            raise ValueError(
+                f"plan.capacity is {self.capacity}; it must be a power of two or a multiple of "
+                f"{_columns(self.row_group)}"
+            )
         if self.segment < 0 or self.segment % self.tile_keys:
             raise ValueError(
                 f"plan.segment is {self.segment}; it must be a multiple of {self.tile_keys}, or 0"
             )
-        for name, least in (("stages", 1), ("warps", 1), ("registers", 0), ("repair_splits", 1)):
+        for name, least in (("stages", 1), ("warps", 1), ("registers", 0), ("table_keys", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"plan.{name} is {getattr(self, name)}; it must be at least {least}")
 
@@ -98,36 +126,56 @@ class Plan:
     def default(
         cls, T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: torch.device | str
     ) -> "Plan":
-        """The plan of a call: tiles for the device, chunks that keep the promised workspace."""
+        """The plan of a call of T rows for a pass over S keys: tiles for the device, chunks that keep the
+        promised workspace."""
         if torch.device(device).type == "cuda":
             tile_rows, tile_keys, gather, row_group, segment, warps = 64, 128, 128, 1, 0, 4
-            fewest_candidates, samples, repair_splits = 1024, _samples(S, top_k), 64
+            table_keys, repair_splits = min(max(16 * top_k, 8192), 32768), 64
             # Three programs on a multiprocessor hide one another's waits; that takes 168 registers at
             # most, and shared memory for two stages of bf16 rows or three of fp8 rows.
             row_bytes = padded(D, dtype) * dtype.itemsize
             stages, registers = 3 if row_bytes <= 128 else 2, 168 if row_bytes <= 256 else 0
+            samples, capacity = _samples_and_capacity(S, top_k, gather, _columns(row_group))
         else:
+            # Sizes for tests: small enough that a few hundred keys take every path.
             tile_rows, tile_keys, gather, row_group, segment, warps = 16, 64, 64, 16, 4096, 1
-            fewest_candidates, samples, repair_splits = 128, 64, 4
-            stages, registers = 1, 0
-        capacity = max(next_power_of_2((4 if top_k <= 4096 else 2) * top_k), fewest_candidates)
-        capacity = max(capacity, next_power_of_2(top_k + gather))
-        row_chunk, key_chunk = _chunks(T, S, top_k, capacity, samples, tile_rows, tile_keys)
-        return cls(
+            table_keys, repair_splits, stages, registers = 192, 4, 1, 0
+            samples, capacity = 64, max(next_power_of_2(4 * top_k), 128)
+        plan = cls(
             tile_rows=tile_rows,
             tile_keys=tile_keys,
             segment=segment,
             samples=samples,
             capacity=capacity,
+            table_keys=table_keys,
             gather=gather,
             row_group=row_group,
-            row_chunk=row_chunk,
-            key_chunk=key_chunk,
+            row_chunk=tile_rows,
+            key_chunk=tile_keys,
             stages=stages,
             warps=warps,
             registers=registers,
             repair_splits=repair_splits,
         )
+        return plan._fitted(T, S, top_k)
+
+    def _fitted(self, T: int, S: int, top_k: int) -> "Plan":
+        """With the fewest even row chunks, then key chunks, whose buffers keep the promised workspace."""
+        budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES
+        table, samples, candidates = 4 * self.table_columns(S), 4 * self.samples, 4 * self.capacity
+        bitmap = min(S, 2**18) // 8 + self.tile_keys
+        if self.capacity >= S:
+            per_row = table
+        elif self.table_keys >= S:
+            per_row = CHUNK_ROW_BYTES + table + max(samples, 2 * candidates)
+        else:
+            per_row = CHUNK_ROW_BYTES + max(samples, candidates + bitmap, 2 * candidates)
+        most_rows = min(budget // max(per_row, 1), MOST_CHUNK_ROWS)
+        row_chunk = _even(T, most_rows, self.tile_rows)
+        # One row still gets tile_rows buffers, so that repair can split it.
+        bitmap = budget // row_chunk - CHUNK_ROW_BYTES - candidates
+        keys = _even(S, min(bitmap * 8, MOST_CHUNK_KEYS), self.tile_keys)
+        return replace(self, row_chunk=row_chunk, key_chunk=keys)
 
     def check(self, top_k: int) -> None:
         """Raise ValueError when the row buffers cannot hold ``top_k`` selected keys and one more step."""
@@ -138,7 +186,7 @@ class Plan:
             )
 
     def segment_keys(self, rows: int, keys: int) -> int:
-        """Keys one scan program walks: short enough that programs outnumber the device's slots."""
+        """Keys one scoring program walks: short enough that programs outnumber the device's slots."""
         if self.segment:
             return self.segment
         row_tiles = ceil_div(rows, self.tile_rows)
@@ -149,13 +197,17 @@ class Plan:
     def workspace_bytes(self, T: int, S: int) -> int:
         """Peak bytes allocated beside the outputs for T rows over S keys."""
         rows = min(self.row_chunk, T)
-        words = ceil_div(min(self.key_chunk, S), 32)
+        table = rows * self.table_columns(S) * 4
         if self.capacity >= S:
-            return T * CALL_ROW_BYTES + rows * S * 4
-        small = T * CALL_ROW_BYTES + self.buffers(rows) * CHUNK_ROW_BYTES + TOTAL_BYTES
+            return T * CALL_ROW_BYTES + table
+        buffers = self.buffers(rows)
+        small = T * CALL_ROW_BYTES + buffers * CHUNK_ROW_BYTES + TOTAL_BYTES
         sampling = rows * self.samples * 4
-        scanning = self.buffers(rows) * self.capacity * 4 + rows * words * 4
-        selecting = self.buffers(rows) * self.capacity * 8
+        selecting = buffers * self.capacity * 8
+        if self.table_keys >= S:
+            return small + table + max(sampling, selecting)
+        words = ceil_div(min(self.key_chunk, S), 32)
+        scanning = buffers * self.capacity * 4 + rows * words * 4
         return small + max(sampling, scanning, selecting)
 
     def buffers(self, rows: int) -> int:
@@ -167,8 +219,14 @@ class Plan:
         return {"num_warps": self.warps, "maxnreg": self.registers or None}
 
     def columns(self) -> int:
-        """Columns of a row's buffer that one step of the row-wise stages takes."""
-        return min(1024 if self.row_group == 1 else 128, self.capacity)
+        """Columns of a row's buffer or table that one step of the row-wise stages takes."""
+        return min(_columns(self.row_group), self.capacity)
+
+    def table_columns(self, keys: int) -> int:
+        """Columns of a table of the scores of ``keys`` keys: whole tiles, and whole steps of the row-wise
+        stages. Both are powers of two."""
+        unit = max(self.columns(), self.tile_keys)
+        return ceil_div(keys, unit) * unit
 
     def as_ints(self) -> list[int]:
         return list(astuple(self))
@@ -180,29 +238,80 @@ class Plan:
         return cls(*values)
 
 
-def _samples(S: int, top_k: int) -> int:
-    """Sampled keys: enough that about 32 of them are expected above the cut, 2,048 to 16,384."""
-    expected = 64 if S // top_k < 64 else 32
-    wanted = next_power_of_2(max(1, math.ceil(expected * S / top_k)))
-    return max(2048, min(wanted, 16384))
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All stages for rows row0 .. row0+rows-1, none of which sees a key beyond the first ``keys``."""
+
+    row0: int
+    rows: int
+    keys: int
+    plan: Plan
 
 
-def _chunks(
-    T: int, S: int, top_k: int, capacity: int, samples: int, tile_rows: int, tile_keys: int
-) -> tuple[int, int]:
-    """Fewest even row chunks, then key chunks, whose buffers stay within the promised workspace."""
-    budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES
-    bitmap = min(S, 2**18) // 8 + tile_keys
-    per_row = CHUNK_ROW_BYTES + max(capacity * 8, capacity * 4 + bitmap, samples * 4)
-    most_rows = max(1, min(budget // per_row, MOST_CHUNK_ROWS) // tile_rows) * tile_rows
-    chunks = ceil_div(max(T, 1), most_rows)
-    row_chunk = ceil_div(ceil_div(max(T, 1), chunks), tile_rows) * tile_rows
-    # One row still gets tile_rows buffers, so that repair can split it.
-    bitmap = budget // row_chunk - CHUNK_ROW_BYTES - capacity * 4
-    most_keys = max(1, min(bitmap * 8, MOST_CHUNK_KEYS) // tile_keys) * tile_keys
-    chunks = ceil_div(max(S, 1), most_keys)
-    key_chunk = ceil_div(ceil_div(max(S, 1), chunks), tile_keys) * tile_keys
-    return row_chunk, key_chunk
+def passes(
+    T: int,
+    S: int,
+    H: int,
+    D: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    causal: bool,
+    plan: Plan | None = None,
+) -> Iterator[Pass]:
+    """The passes of a call, each with its own default plan unless ``plan`` is given.
+
+    In a causal call (row t sees keys 0 .. t) each pass stops at the last key that its rows see, and is
+    planned for so many keys.
+    """
+    row0, seen, sizes = 0, S, plan
+    while row0 < T:
+        if plan is None and (causal or sizes is None):
+            seen = min(S, row0 + MOST_CHUNK_ROWS) if causal else S
+            sizes = Plan.default(T, seen, H, D, top_k, dtype, device)
+        assert sizes is not None
+        rows = min(sizes.row_chunk, T - row0)
+        yield Pass(row0, rows, min(S, row0 + rows) if causal else S, sizes)
+        row0 += rows
+
+
+def _columns(row_group: int) -> int:
+    """Columns a step of the row-wise stages takes where a row has so many: eight a thread."""
+    return 1024 if row_group == 1 else 128
+
+
+def passing(samples: int, S: int, top_k: int) -> tuple[float, float]:
+    """(expected, most): keys of a row that reach its threshold, guessed from ``samples`` of its S keys.
+
+    The threshold is the m-th best sample (threshold.py). The share of keys that reach it is spread as
+    Beta(m, samples + 1 - m), nearly a gamma distribution of shape m; ``most`` is its quantile at MARGIN
+    standard deviations, by Wilson and Hilferty's cube.
+    """
+    expected = top_k * samples / S
+    rank = int(expected + CAUTION * math.sqrt(expected) + CAUTION**2 / 3) + 1
+    rank += rank // 16
+    if rank >= samples:
+        return S, S
+    spread = math.sqrt((1 - rank / samples) / rank)
+    mean = S * rank / (samples + 1)
+    return mean, min(S, mean * (1 - spread**2 / 9 + MARGIN * spread / 3) ** 3)
+
+
+def _samples_and_capacity(S: int, top_k: int, gather: int, columns: int) -> tuple[int, int]:
+    """The cheapest number of samples, and a buffer for the candidates that they let through."""
+    keys = max(S, 1)
+    options = [2**i for i in range(9, MOST_SAMPLES.bit_length())]
+    samples = min(options, key=lambda n: n + CANDIDATE_COST * passing(n, keys, top_k)[0])
+    most = min(math.ceil(passing(samples, keys, top_k)[1]), MOST_CAPACITY)
+    return samples, ceil_div(max(most, 2 * top_k, top_k + gather), columns) * columns
+
+
+def _even(size: int, most: int, unit: int) -> int:
+    """A multiple of ``unit``, ``most`` or less (but one ``unit``), that divides ``size`` evenly."""
+    most = max(1, most // unit) * unit
+    chunks = ceil_div(max(size, 1), most)
+    return ceil_div(ceil_div(max(size, 1), chunks), unit) * unit
 
 
 def workspace_bound(T: int, top_k: int) -> int:

@@ -1,7 +1,7 @@
 """The tensors of one call, as its stages hand them to their kernels."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -30,6 +30,11 @@ class Problem:
     @property
     def device(self) -> torch.device:
         return self.q.device
+
+    def first_keys(self, num_keys: int) -> Self:
+        """The same rows over the first ``num_keys`` keys, beyond which no window reaches."""
+        scale = None if self.k_scale is None else self.k_scale[:num_keys]
+        return replace(self, k=self.k[:num_keys], k_scale=scale)
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
         """q, k, w, k_scale (k stands in where there is none; HAS_SCALE keeps it from being read)."""

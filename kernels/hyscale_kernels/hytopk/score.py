@@ -203,7 +203,14 @@ def unordered(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["row0", "R", "S", "segment"])
+@triton.jit
+def tile_window(lo, hi):
+    """Smallest [first, last) that covers the non-empty windows of a tile; first >= last when none is."""
+    some = hi > lo
+    return tl.min(tl.where(some, lo, 2**31 - 1)), tl.max(tl.where(some, hi, 0))
+
+
+@triton.jit(do_not_specialize=["row0", "R", "S", "columns", "segment"])
 def _dense_kernel(
     q_ptr,
     k_ptr,
@@ -215,6 +222,7 @@ def _dense_kernel(
     row0,
     R,
     S,
+    columns,
     segment,
     q_stride_t,
     q_stride_h,
@@ -229,9 +237,10 @@ def _dense_kernel(
     STAGES: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Scores [R, S] of key segment program_id(0), row tile program_id(1).
+    """Scores [R, columns] of key segment program_id(0), row tile program_id(1).
 
-    Outside the window: -inf, and with ORDERED nothing that may be read.
+    Outside the window: -inf, and with ORDERED nothing that may be read: tiles that no window meets are
+    skipped.
     """
     o_r = tl.program_id(1) * BT + tl.arange(0, BT)
     live = o_r < R
@@ -239,9 +248,15 @@ def _dense_kernel(
     rows = (row0 + o_r).to(tl.int64)
     lo = tl.load(lo_ptr + rows)
     hi = tl.load(hi_ptr + rows)
-    first = tl.program_id(0) * segment
-    for s in range(first, tl.minimum(first + segment, S), BS):
-        o_s = s + tl.arange(0, BS)
+    begin = tl.program_id(0) * segment
+    finish = tl.minimum(begin + segment, S)
+    if ORDERED:
+        columns = columns // BS * BS  # it is whole tiles; the compiler now knows, and stores are wide
+        first, last = tile_window(lo, hi)
+        begin = tl.maximum(begin, first)
+        finish = tl.minimum(finish, last)
+    for tile in range(begin // BS, (finish + BS - 1) // BS):
+        o_s = tile * BS + tl.arange(0, BS)
         keys = tl.minimum(o_s, S - 1).to(tl.int64)
         b_k = load_keys_transposed(k_ptr, k_stride, keys, D, D_PAD)
         score = tile_scores(
@@ -249,13 +264,13 @@ def _dense_kernel(
         )
         if HAS_SCALE:
             score = score * key_scale(k_scale_ptr, keys)[None, :]
+        pointers = out_ptr + o_r.to(tl.int64)[:, None] * columns + o_s[None, :]
         if ORDERED:
-            score = ordered(score)
+            tl.store(pointers, ordered(score), mask=live[:, None])
         else:
             inside = (o_s[None, :] >= lo[:, None]) & (o_s[None, :] < hi[:, None])
             score = tl.where(inside, tl.where(score == 0.0, 0.0, score), float("-inf"))
-        pointers = out_ptr + o_r.to(tl.int64)[:, None] * S + o_s[None, :]
-        tl.store(pointers, score, mask=live[:, None] & (o_s < S)[None, :])
+            tl.store(pointers, score, mask=live[:, None] & (o_s < S)[None, :])
 
 
 def launch_dense(
@@ -263,10 +278,13 @@ def launch_dense(
 ) -> torch.Tensor:
     """Canonical scores float32 [R, S] of rows row0 .. row0+R-1; -inf outside the windows.
 
-    ``as_ordered`` gives their ordered form, int32, and promises nothing outside the windows.
+    ``as_ordered`` gives their ordered form, int32 [R, plan.table_columns(S)], and promises nothing outside
+    the windows.
     """
     S = problem.num_keys
-    out = torch.empty((R, S), dtype=torch.int32 if as_ordered else torch.float32, device=problem.device)
+    columns = plan.table_columns(S) if as_ordered else S
+    dtype = torch.int32 if as_ordered else torch.float32
+    out = torch.empty((R, columns), dtype=dtype, device=problem.device)
     if R == 0 or S == 0:
         return out
     segment = plan.segment_keys(R, S)
@@ -278,6 +296,7 @@ def launch_dense(
         row0,
         R,
         S,
+        columns,
         segment,
         *problem.strides(),
         **problem.constants(),

@@ -7,8 +7,8 @@ both the tie rule and the ascending order of the result.
 A row is left pending for repair when its buffer overflowed, or when fewer than K candidates came
 through although the window holds more.
 
-Short contexts (no more keys than the buffer holds candidates) skip the stages before: their scores are
-small enough to keep, and selection reads them as a table.
+Contexts of no more keys than the buffer holds candidates skip the stages before: selection reads the
+table of their scores.
 """
 
 import torch
@@ -113,9 +113,8 @@ def launch_select_table(
     top_k: int,
     plan: Plan,
 ) -> None:
-    """Write the results of rows row0 .. row0+R-1 from their ordered scores [R, S], S <= plan.capacity."""
-    S = problem.num_keys
-    _launch(problem, filled, scores, filled, filled, results, row0, top_k, plan, S, True)
+    """Write the results of rows row0 .. row0+R-1 from the table of their scores (``launch_dense``)."""
+    _launch(problem, filled, scores, filled, filled, results, row0, top_k, plan, scores.shape[1], True)
 
 
 def _launch(

@@ -1,9 +1,10 @@
 """Stage 1, threshold: a score that about K to 2 K keys of a row reach, guessed from a sample.
 
-Each row tile scores one strided, jittered sample of the keys its rows can see; each row then takes the
-m-th best of the samples inside its own window, where m lies CAUTION standard deviations above the
-number of samples expected among the row's K best. The guess may be wrong: a row that keeps too few or
-too many candidates is repaired, so the threshold decides speed and never the result.
+Each row tile scores one strided, jittered sample of the keys its rows can see; where the scores are in a
+table, each row samples its own instead. A row then takes the m-th best of the samples inside its own
+window, where m lies CAUTION standard deviations above the number of samples expected among the row's K
+best. The guess may be wrong: a row that keeps too few or too many candidates is repaired, so the
+threshold decides speed and never the result.
 
 Rows that need no threshold (window not longer than the candidate buffer) get -inf: every key is kept.
 
@@ -16,29 +17,26 @@ import torch
 import triton
 import triton.language as tl
 
+from . import plan as sizes
 from .plan import Plan, ceil_div
 from .problem import Problem
 from .rank import nth_best, survey
-from .score import NEVER, key_scale, load_keys_transposed, ordered, tile_scores, unordered
+from .score import NEVER, key_scale, load_keys_transposed, ordered, tile_scores, tile_window, unordered
 
-# Standard deviations between the expected number of samples among the K best and the chosen rank.
-CAUTION = tl.constexpr(4.5)
+CAUTION = tl.constexpr(sizes.CAUTION)
 
 
 @triton.jit
 def sample_keys(i, lo, hi, samples):
-    """The key of sample ``i`` of ``samples`` over [lo, hi), hi > lo: strided, jittered inside its stride."""
-    span = (hi - lo).to(tl.int64)
-    stride = span // samples
-    jitter = ((i.to(tl.uint32) * 2654435769) >> 8).to(tl.int64)
-    return lo + (i.to(tl.int64) * span) // samples + jitter % tl.maximum(stride, 1)
+    """The key of sample ``i`` of ``samples`` over [lo, hi), hi > lo: strided, jittered inside its stride.
 
-
-@triton.jit
-def tile_window(lo, hi):
-    """Smallest [first, last) that covers the non-empty windows of a tile; first >= last when none is."""
-    some = hi > lo
-    return tl.min(tl.where(some, lo, 2**31 - 1)), tl.max(tl.where(some, hi, 0))
+    All in 32 bits: ``samples`` is at most 2**15, so that its products with a remainder below it fit.
+    """
+    stride = (hi - lo) // samples
+    rest = ((hi - lo) % samples).to(tl.uint32)
+    extra = i.to(tl.uint32) * rest // samples.to(tl.uint32)
+    jitter = tl.umulhi(i.to(tl.uint32) * 2654435769, stride.to(tl.uint32))
+    return lo + i * stride + (extra + jitter).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["row0", "R", "S", "samples", "capacity"])
@@ -74,7 +72,7 @@ def _sample_kernel(
     if tl.max(hi - lo) > capacity:
         first, last = tile_window(lo, hi)
         o_i = tl.program_id(1) * BS + tl.arange(0, BS)
-        keys = sample_keys(o_i, first, last, samples)
+        keys = sample_keys(o_i, first, last, samples).to(tl.int64)
         b_k = load_keys_transposed(k_ptr, k_stride, keys, D, D_PAD)
         rows = (row0 + o_r).to(tl.int64)
         score = tile_scores(
@@ -83,14 +81,16 @@ def _sample_kernel(
         if HAS_SCALE:
             score = score * key_scale(k_scale_ptr, keys)[None, :]
         inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
+        columns = samples // BS * BS  # it is whole blocks; the compiler now knows, and stores are wide
         tl.store(
-            sample_ptr + o_r.to(tl.int64)[:, None] * samples + o_i[None, :],
+            sample_ptr + o_r.to(tl.int64)[:, None] * columns + o_i[None, :],
             tl.where(inside, ordered(score), NEVER),
         )
 
 
-@triton.jit(do_not_specialize=["row0", "R", "samples", "capacity", "top_k"])
+@triton.jit(do_not_specialize=["row0", "R", "columns", "samples", "capacity", "top_k"])
 def _threshold_kernel(
+    table_ptr,
     sample_ptr,
     lo_ptr,
     hi_ptr,
@@ -100,13 +100,18 @@ def _threshold_kernel(
     filled_ptr,
     row0,
     R,
+    columns,
     samples,
     capacity,
     top_k,
+    TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Threshold, plateau, end of the window to scan, and reset candidate count of ROWS rows a program."""
+    """Threshold, plateau, end of the window to scan, and reset candidate count of ROWS rows a program.
+
+    With TABLE the samples are first taken from the table of ordered scores [R, columns].
+    """
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = o_r < R
     o_r = tl.minimum(o_r, R - 1)
@@ -120,6 +125,14 @@ def _threshold_kernel(
         p_row = sample_ptr + o_r.to(tl.int64)[:, None] * samples
         first = tl.zeros((ROWS,), tl.int32)
         last = tl.where(guess, samples, 0)
+        if TABLE:
+            p_table = table_ptr + o_r.to(tl.int64)[:, None] * columns
+            for i in range(0, samples, BLOCK):
+                o_i = (i + tl.arange(0, BLOCK))[None, :]
+                taken = o_i < last[:, None]
+                key = tl.load(p_table + sample_keys(o_i, lo[:, None], hi[:, None], samples), mask=taken)
+                tl.store(p_row + o_i, key, mask=taken)
+            tl.debug_barrier()
         seen, low, high = survey(p_row, first, last, ROWS, BLOCK)
         guess = guess & (seen > 0)
         expected = top_k.to(tl.float32) * seen.to(tl.float32) / tl.maximum(length, 1).to(tl.float32)
@@ -143,19 +156,24 @@ def _threshold_kernel(
 
 
 def launch_threshold(
-    problem: Problem, filled: torch.Tensor, row0: int, top_k: int, plan: Plan
+    problem: Problem,
+    filled: torch.Tensor,
+    row0: int,
+    top_k: int,
+    plan: Plan,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(scan_hi int32, threshold float32, plateau int32), all [R], of rows row0 .. row0+R-1; filled := 0.
 
     plateau is the ordered score of the plateau just below the threshold, NEVER where there is none.
+    ``table`` holds the rows' ordered scores, where there is one (``launch_dense``).
     """
-    R, S, device = filled.shape[0], problem.num_keys, problem.device
+    R, device = filled.shape[0], problem.device
     scan_hi = torch.empty(R, dtype=torch.int32, device=device)
     threshold = torch.empty(R, dtype=torch.float32, device=device)
     plateau = torch.empty(R, dtype=torch.int32, device=device)
-    samples = filled  # not read when no window can exceed the buffer
-    if plan.capacity < S:
-        samples = torch.empty((R, plan.samples), dtype=torch.int32, device=device)
+    samples = torch.empty((R, plan.samples), dtype=torch.int32, device=device)
+    if table is None:
         _sample_kernel[(ceil_div(R, plan.tile_rows), plan.samples // plan.tile_keys)](
             *problem.pointers(),
             problem.lo,
@@ -163,7 +181,7 @@ def launch_threshold(
             samples,
             row0,
             R,
-            S,
+            problem.num_keys,
             plan.samples,
             plan.capacity,
             *problem.strides(),
@@ -174,6 +192,7 @@ def launch_threshold(
             **plan.scan_options(),
         )
     _threshold_kernel[(ceil_div(R, plan.row_group),)](
+        samples if table is None else table,
         samples,
         problem.lo,
         problem.hi,
@@ -183,9 +202,11 @@ def launch_threshold(
         filled,
         row0,
         R,
+        0 if table is None else table.shape[1],
         plan.samples,
         plan.capacity,
         top_k,
+        TABLE=table is not None,
         ROWS=plan.row_group,
         BLOCK=plan.columns(),
         num_warps=4,

@@ -129,9 +129,10 @@ def forced_flood_by_a_plateau(trial: Trial) -> None:
 def sampled_keys(low: int, high: int, samples: int) -> NDArray[np.int64]:
     """The keys that the threshold stage samples of [low, high): ``sample_keys`` of threshold.py."""
     i = np.arange(samples, dtype=np.uint64)
-    span = high - low
-    jitter = (i * np.uint64(2654435769) % np.uint64(2**32)) >> np.uint64(8)
-    return low + i.astype(np.int64) * span // samples + jitter.astype(np.int64) % max(span // samples, 1)
+    stride, rest = divmod(high - low, samples)
+    jitter = (i * np.uint64(2654435769) % np.uint64(2**32)) * np.uint64(stride) >> np.uint64(32)
+    i = i.astype(np.int64)
+    return low + i * stride + i * rest // samples + jitter.astype(np.int64)
 
 
 @promise("exact", ("exact_integers", "random_normal"), needs=["hytopk"])

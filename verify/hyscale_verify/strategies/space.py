@@ -64,6 +64,7 @@ CPU = Space(
         "row_tiles": (4, 1, 2),
         "key_tiles": (8, 1, 2),
         "repair_splits": (4, 1, 2),
+        "table_keys": (0, 260, 100),
     },
 )
 
@@ -88,5 +89,6 @@ CUDA = Space(
         "row_tiles": (4, 1),
         "key_tiles": (64, 1, 7),
         "repair_splits": (64,),
+        "table_keys": (0, 6000, 3000),
     },
 )

@@ -27,6 +27,7 @@ STAGE_EFFICIENCY = {
     "hytopk_scan": 0.7, "hytopk_threshold": 0.25, "hytopk_rescore": 0.2, "hytopk_compact": 0.3,
     "hytopk_finish": 0.3,
 }  # fmt: skip
+LONG = tuple(keys for keys in KEYS if keys > 32768)  # fewer are not scanned, for GLM-5.1's top_k
 TINY = {"heads": 2, "dim": 16, "top_k": 4}
 
 
@@ -61,8 +62,8 @@ class Stages:
         q, k, w, top_k = drawn.q, drawn.k, drawn.w, drawn.top_k
         (T, H, D), S, device = q.shape, k.shape[0], q.device
         plan = Plan.default(T, S, H, D, top_k, q.dtype, device)
-        if plan.capacity >= S:
-            raise ValueError(f"keys = {S}: there are no such stages at {plan.capacity} keys or fewer")
+        if S <= plan.table_keys:
+            raise ValueError(f"keys = {S}: there are no such stages at {plan.table_keys} keys or fewer")
         indices = torch.empty((T, top_k), dtype=torch.int32, device=device)
         count, nans, pending, filled, invalid = (
             torch.empty(T, dtype=torch.int32, device=device) for _ in range(5)
@@ -200,7 +201,7 @@ def stage(name: str, dtype: str) -> Op:
         shapes={
             "quick": grid(rows=4096, keys=65536, **axes),
             "glm-5.1": chained(
-                grid(rows=4096, keys=KEYS[:7], **axes), grid(rows=16384, keys=(524288, 65536), **axes)
+                grid(rows=4096, keys=LONG, **axes), grid(rows=16384, keys=(524288, 65536), **axes)
             ),
         },
         tiny={"rows": 20, "keys": 256, **tiny},
