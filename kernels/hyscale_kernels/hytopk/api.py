@@ -15,7 +15,7 @@ from .repair import launch_repair
 from .rescore import launch_rescore
 from .scan import launch_scan
 from .score import INTERPRET, launch_dense
-from .select import launch_select, launch_select_table
+from .select import launch_select
 from .selection import Selection, Stats, check_scales, check_windows
 from .threshold import launch_threshold
 
@@ -172,13 +172,9 @@ def _hytopk(
 
 def _select_rows(problem: Problem, results: Results, part: Pass, top_k: int) -> None:
     """All stages of one pass; ``problem`` has the keys that its rows see."""
-    row0, R, S, plan = part.row0, part.rows, part.keys, part.plan
+    row0, R, plan = part.row0, part.rows, part.plan
     filled = results.filled[row0 : row0 + R]
-    if S <= plan.capacity:
-        table = launch_dense(problem, row0, R, plan, as_ordered=True)
-        launch_select_table(problem, table, filled, results, row0, top_k, plan)
-        return
-    if S <= plan.table_keys:
+    if plan.table_keys >= part.keys:
         table = launch_dense(problem, row0, R, plan, as_ordered=True)
         scan_hi, threshold, plateau = launch_threshold(problem, filled, row0, top_k, plan, table)
         candidates, keys = launch_filter(problem, table, scan_hi, threshold, filled, row0, plan)

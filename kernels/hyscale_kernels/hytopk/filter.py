@@ -1,20 +1,21 @@
-"""Stage 2 of short contexts, filter: the table's scores that reach the row's threshold become candidates.
+"""Filter: in short contexts, the table's scores that reach the row's threshold become candidates.
 
-It stands where the scan, its compaction and the rescoring stand for longer contexts: the scores are there,
-and are read once. Candidates are appended in the order of their keys, NaN among them, so that selection
-counts it. A full buffer stops the writing and never the counting: the row is then repaired.
+It stands in the place of stages 2 to 4: the scores are there, and are read once. Candidates are appended
+in the order of their keys, NaN among them, so that selection counts it. A full buffer stops the writing
+and never the counting: the row is then repaired.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, ceil_div
+from .plan import ROW_WARPS, Plan, ceil_div
 from .problem import Problem
+from .rank import row_pointer
 from .score import NEVER, ordered
 
 
-@triton.jit(do_not_specialize=["row0", "R", "steps", "capacity"])
+@triton.jit(do_not_specialize=["row0", "R", "columns", "capacity"])
 def _filter_kernel(
     table_ptr,
     lo_ptr,
@@ -25,14 +26,14 @@ def _filter_kernel(
     filled_ptr,
     row0,
     R,
-    steps,
+    columns,
     capacity,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Candidates of ROWS rows a program from the table of ordered scores [R, steps * BLOCK].
+    """Candidates of ROWS rows a program from the table of ordered scores [R, columns], a multiple of BLOCK.
 
-    Whole steps are read, unmasked, so that loads are wide; what lies outside the window is not looked at.
+    Whole blocks are read, unmasked, so that loads are wide; what lies outside the window is not looked at.
     """
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = o_r < R
@@ -41,11 +42,11 @@ def _filter_kernel(
     hi = tl.load(scan_hi_ptr + o_r)
     bar = ordered(tl.load(threshold_ptr + o_r))
     filled = tl.zeros((ROWS,), tl.int32)
-    p_row = table_ptr + o_r.to(tl.int64)[:, None] * steps * BLOCK
-    p_candidate = candidate_ptr + o_r.to(tl.int64)[:, None] * capacity
-    p_key = key_ptr + o_r.to(tl.int64)[:, None] * capacity
-    for step in range(tl.min(lo) // BLOCK, (tl.max(hi) + BLOCK - 1) // BLOCK):
-        o_c = (step * BLOCK + tl.arange(0, BLOCK))[None, :]
+    p_row = row_pointer(table_ptr, o_r, columns, BLOCK)[:, None]
+    p_candidate = row_pointer(candidate_ptr, o_r, capacity, BLOCK)[:, None]
+    p_key = row_pointer(key_ptr, o_r, capacity, BLOCK)[:, None]
+    for block in tl.range(tl.min(lo) // BLOCK, (tl.max(hi) + BLOCK - 1) // BLOCK, num_stages=3):
+        o_c = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
         key = tl.load(p_row + o_c)
         inside = (o_c >= lo[:, None]) & (o_c < hi[:, None])
         kept = (inside & ((key >= bar[:, None]) | (key == NEVER))).to(tl.int32)
@@ -68,8 +69,7 @@ def launch_filter(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(candidates, their ordered scores), int32 [buffers, capacity], of rows row0 .. row0+R-1, and filled.
 
-    table, scan_hi, threshold and filled are the chunk's; the table's columns are whole steps
-    (``launch_dense``).
+    table (``launch_dense``), scan_hi, threshold and filled are the chunk's.
     """
     shape = (plan.buffers(filled.shape[0]), plan.capacity)
     candidates, keys = (torch.empty(shape, dtype=torch.int32, device=problem.device) for _ in range(2))
@@ -83,10 +83,10 @@ def launch_filter(
         filled,
         row0,
         filled.shape[0],
-        table.shape[1] // plan.columns(),
+        table.shape[1],
         plan.capacity,
         ROWS=plan.row_group,
         BLOCK=plan.columns(),
-        num_warps=4,
+        num_warps=ROW_WARPS,
     )
     return candidates, keys

@@ -36,6 +36,9 @@ MOST_CAPACITY = 2**16
 # Most samples of a row: threshold.py numbers them in 32-bit products.
 MOST_SAMPLES = 2**15
 
+# Warps of a program of the row-wise stages (threshold, filter, selection).
+ROW_WARPS = 2
+
 # Small arrays: lo, hi of each row of the call; scan_hi, threshold, plateau, and repair's list and NaN counts
 # of each row of the chunk; repair's total.
 CALL_ROW_BYTES = 8
@@ -162,15 +165,13 @@ class Plan:
     def _fitted(self, T: int, S: int, top_k: int) -> "Plan":
         """With the fewest even row chunks, then key chunks, whose buffers keep the promised workspace."""
         budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES
-        table, samples, candidates = 4 * self.table_columns(S), 4 * self.samples, 4 * self.capacity
-        bitmap = min(S, 2**18) // 8 + self.tile_keys
-        if self.capacity >= S:
-            per_row = table
-        elif self.table_keys >= S:
-            per_row = CHUNK_ROW_BYTES + table + max(samples, 2 * candidates)
+        samples, candidates = 4 * self.samples, 4 * self.capacity
+        if self.table_keys >= S:
+            per_row = CHUNK_ROW_BYTES + 4 * self.table_columns(S) + max(samples, 2 * candidates)
         else:
+            bitmap = min(S, 2**18) // 8 + self.tile_keys
             per_row = CHUNK_ROW_BYTES + max(samples, candidates + bitmap, 2 * candidates)
-        most_rows = min(budget // max(per_row, 1), MOST_CHUNK_ROWS)
+        most_rows = min(budget // per_row, MOST_CHUNK_ROWS)
         row_chunk = _even(T, most_rows, self.tile_rows)
         # One row still gets tile_rows buffers, so that repair can split it.
         bitmap = budget // row_chunk - CHUNK_ROW_BYTES - candidates
@@ -197,15 +198,12 @@ class Plan:
     def workspace_bytes(self, T: int, S: int) -> int:
         """Peak bytes allocated beside the outputs for T rows over S keys."""
         rows = min(self.row_chunk, T)
-        table = rows * self.table_columns(S) * 4
-        if self.capacity >= S:
-            return T * CALL_ROW_BYTES + table
         buffers = self.buffers(rows)
         small = T * CALL_ROW_BYTES + buffers * CHUNK_ROW_BYTES + TOTAL_BYTES
         sampling = rows * self.samples * 4
         selecting = buffers * self.capacity * 8
         if self.table_keys >= S:
-            return small + table + max(sampling, selecting)
+            return small + rows * self.table_columns(S) * 4 + max(sampling, selecting)
         words = ceil_div(min(self.key_chunk, S), 32)
         scanning = buffers * self.capacity * 4 + rows * words * 4
         return small + max(sampling, scanning, selecting)
@@ -278,7 +276,7 @@ def passes(
 
 def _columns(row_group: int) -> int:
     """Columns a step of the row-wise stages takes where a row has so many: eight a thread."""
-    return 1024 if row_group == 1 else 128
+    return 256 * ROW_WARPS if row_group == 1 else 128
 
 
 def passing(samples: int, S: int, top_k: int) -> tuple[float, float]:

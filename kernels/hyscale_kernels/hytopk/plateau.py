@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .plan import Plan
 from .problem import Problem, Results
-from .rank import reaching
+from .rank import row_pointer, survey
 from .score import (
     NEVER,
     key_scale,
@@ -93,14 +93,13 @@ def _plateau_kernel(
         hi = tl.load(hi_ptr + row)
         b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
         b_w = load_weights(w_ptr, w_stride_t, row, H, H_PAD, N)
-        p_index = candidate_ptr + r.to(tl.int64) * capacity
-        p_key = key_ptr + r.to(tl.int64) * capacity
+        p_index = row_pointer(candidate_ptr, r, capacity, BLOCK)
+        p_key = row_pointer(key_ptr, r, capacity, BLOCK)
         p_out = index_ptr + row * top_k
         p_score = score_ptr + row * top_k
-        none = tl.zeros((1,), tl.int32)
         p_row = p_key + tl.zeros((1, 1), tl.int32)
-        held = tl.sum(reaching(p_row, none, none + filled, none + (NEVER + 1), 1, BLOCK))
-        missing = top_k - held
+        held, _, _ = survey(p_row, tl.zeros((1,), tl.int32) + filled, 1, BLOCK)
+        missing = top_k - tl.sum(held)
         s = lo
         used = 0
         while (s < hi) & (missing > 0):

@@ -19,7 +19,7 @@ import triton.language as tl
 from .plan import Plan
 from .plateau import walk
 from .problem import Problem, Results
-from .rank import best, load_columns, place, ranks
+from .rank import best, load_columns, place, ranks, row_pointer
 from .score import NEVER, load_query, load_weights
 
 
@@ -49,12 +49,12 @@ def _keep_best(p_key, p_index, used, top_k, BLOCK: tl.constexpr):
     """
     none = tl.zeros((1,), tl.int32)
     p_row = p_key + tl.zeros((1, 1), tl.int32)
-    present, bar, room = best(p_row, none, none + used, top_k, 1, BLOCK)
+    present, bar, room = best(p_row, none + used, top_k, 1, BLOCK)
     above = none
     equal = none
     for i in tl.range(0, used, BLOCK, num_stages=1):
         o_c = (i + tl.arange(0, BLOCK))[None, :]
-        key = load_columns(p_row, o_c, o_c < used)
+        key = load_columns(p_row, o_c, none + used)
         index = tl.load(p_index + o_c, mask=o_c < used, other=0)
         taken, position, above, equal = ranks(key, bar, room, above, equal)
         # Columns move left only, so a block overwrites nothing that a later block reads.
@@ -109,8 +109,8 @@ def _stream_kernel(
         last = tl.minimum(first.to(tl.int64) + size, hi).to(tl.int32)
         b_q = load_query(q_ptr, q_stride_t, q_stride_h, row, H, H_PAD, D, D_PAD)
         b_w = load_weights(w_ptr, w_stride_t, row, H, H_PAD, N)
-        p_index = buffer_index_ptr + p.to(tl.int64) * capacity
-        p_key = buffer_key_ptr + p.to(tl.int64) * capacity
+        p_index = row_pointer(buffer_index_ptr, p, capacity, BLOCK)
+        p_key = row_pointer(buffer_key_ptr, p, capacity, BLOCK)
         used = 0
         nans = 0
         bar = NEVER
@@ -163,15 +163,15 @@ def _merge_kernel(
     if p < total:
         splits = _splits(total, buffers, MOST)
         row = (row0 + tl.load(list_ptr + p)).to(tl.int64)
-        part = (p * splits).to(tl.int64)
         none = tl.zeros((1,), tl.int32)
         last = none + splits * capacity
-        p_row = buffer_key_ptr + part * capacity + tl.zeros((1, 1), tl.int32)
-        p_held = buffer_index_ptr + part * capacity + tl.zeros((1, 1), tl.int32)
-        present, bar, room = best(p_row, none, last, top_k, 1, BLOCK)
+        part = p * splits
+        p_row = row_pointer(buffer_key_ptr, part, capacity, BLOCK) + tl.zeros((1, 1), tl.int32)
+        p_held = row_pointer(buffer_index_ptr, part, capacity, BLOCK) + tl.zeros((1, 1), tl.int32)
+        present, bar, room = best(p_row, last, top_k, 1, BLOCK)
         p_out = index_ptr + row * top_k + tl.zeros((1, 1), tl.int32)
         p_score = score_ptr + row * top_k + tl.zeros((1, 1), tl.int32)
-        place(p_row, p_held, none, last, bar, room, none == 0, p_out, p_score, False, WITH_SCORES, 1, BLOCK)
+        place(p_row, p_held, last, bar, room, none == 0, p_out, p_score, WITH_SCORES, 1, BLOCK)
         tl.store(count_ptr + row, tl.min(tl.minimum(present, top_k)))
         o_m = tl.arange(0, MOST)
         tl.store(nan_ptr + row, tl.sum(tl.load(part_nan_ptr + part + o_m, mask=o_m < splits, other=0)))

@@ -6,18 +6,15 @@ both the tie rule and the ascending order of the result.
 
 A row is left pending for repair when its buffer overflowed, or when fewer than K candidates came
 through although the window holds more.
-
-Contexts of no more keys than the buffer holds candidates skip the stages before: selection reads the
-table of their scores.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .plan import Plan, ceil_div
+from .plan import ROW_WARPS, Plan, ceil_div
 from .problem import Problem, Results
-from .rank import best, place
+from .rank import best, place, row_pointer
 
 
 @triton.jit(do_not_specialize=["row0", "R", "capacity", "top_k"])
@@ -38,46 +35,30 @@ def _select_kernel(
     capacity,
     top_k,
     WITH_SCORES: tl.constexpr,
-    TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Result of ROWS rows a program, and whether each is pending for repair.
-
-    With TABLE, key_ptr is the table of ordered scores [R, capacity], and candidate_ptr and threshold_ptr
-    are not read.
-    """
+    """Result of ROWS rows a program, and whether each is pending for repair."""
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = o_r < R
     o_r = tl.minimum(o_r, R - 1)
     rows = (row0 + o_r).to(tl.int64)
     lo = tl.load(lo_ptr + rows)
     hi = tl.load(hi_ptr + rows)
-    p_row = key_ptr + o_r.to(tl.int64)[:, None] * capacity
-    if TABLE:
-        filled = hi - lo
-        tl.store(filled_ptr + o_r, filled, mask=live)
-        whole = filled >= 0
-        first = lo
-        last = hi
-    else:
-        filled = tl.load(filled_ptr + o_r)
-        whole = filled <= capacity
-        first = tl.zeros((ROWS,), tl.int32)
-        last = tl.where(whole, filled, 0)
-    present, bar, room = best(p_row, first, last, top_k, ROWS, BLOCK)
+    filled = tl.load(filled_ptr + o_r)
+    whole = filled <= capacity
+    last = tl.where(whole, filled, 0)
+    p_row = row_pointer(key_ptr, o_r, capacity, BLOCK)[:, None]
+    present, bar, room = best(p_row, last, top_k, ROWS, BLOCK)
     count = tl.minimum(present, top_k)
-    pending = ~whole
-    if not TABLE:
-        # With a threshold of -inf every key of the window is a candidate: few of them is no miss.
-        complete = tl.load(threshold_ptr + o_r) == float("-inf")
-        pending = pending | ((count < tl.minimum(hi - lo, top_k)) & ~complete)
-        count = tl.where(pending, 0, count)
+    # With a threshold of -inf every key of the window is a candidate: few of them is no miss.
+    complete = tl.load(threshold_ptr + o_r) == float("-inf")
+    pending = ~whole | ((count < tl.minimum(hi - lo, top_k)) & ~complete)
+    count = tl.where(pending, 0, count)
     p_index = index_ptr + rows[:, None] * top_k
     p_score = score_ptr + rows[:, None] * top_k
-    p_held = candidate_ptr + o_r.to(tl.int64)[:, None] * capacity
-    wanted = live & ~pending
-    place(p_row, p_held, first, last, bar, room, wanted, p_index, p_score, TABLE, WITH_SCORES, ROWS, BLOCK)
+    p_held = row_pointer(candidate_ptr, o_r, capacity, BLOCK)[:, None]
+    place(p_row, p_held, last, bar, room, live & ~pending, p_index, p_score, WITH_SCORES, ROWS, BLOCK)
     for i in range(tl.min(count), top_k, BLOCK):
         o_k = (i + tl.arange(0, BLOCK))[None, :]
         tail = live[:, None] & (o_k >= count[:, None]) & (o_k < top_k)
@@ -85,7 +66,7 @@ def _select_kernel(
         if WITH_SCORES:
             tl.store(p_score + o_k, float("-inf"), mask=tail)
     tl.store(count_ptr + rows, count, mask=live)
-    tl.store(nan_ptr + rows, last - first - present, mask=live)
+    tl.store(nan_ptr + rows, last - present, mask=live)
     tl.store(pending_ptr + rows, pending.to(tl.int32), mask=live)
 
 
@@ -101,35 +82,6 @@ def launch_select(
     plan: Plan,
 ) -> None:
     """Write the results of rows row0 .. row0+R-1; candidates, keys, filled and threshold are the chunk's."""
-    _launch(problem, candidates, keys, filled, threshold, results, row0, top_k, plan, plan.capacity, False)
-
-
-def launch_select_table(
-    problem: Problem,
-    scores: torch.Tensor,
-    filled: torch.Tensor,
-    results: Results,
-    row0: int,
-    top_k: int,
-    plan: Plan,
-) -> None:
-    """Write the results of rows row0 .. row0+R-1 from the table of their scores (``launch_dense``)."""
-    _launch(problem, filled, scores, filled, filled, results, row0, top_k, plan, scores.shape[1], True)
-
-
-def _launch(
-    problem: Problem,
-    candidates: torch.Tensor,
-    keys: torch.Tensor,
-    filled: torch.Tensor,
-    threshold: torch.Tensor,
-    results: Results,
-    row0: int,
-    top_k: int,
-    plan: Plan,
-    capacity: int,
-    table: bool,
-) -> None:
     R = filled.shape[0]
     _select_kernel[(ceil_div(R, plan.row_group),)](
         candidates,
@@ -141,11 +93,11 @@ def _launch(
         *results.pointers(),
         row0,
         R,
-        capacity,
+        plan.capacity,
         top_k,
         WITH_SCORES=results.scores is not None,
-        TABLE=table,
         ROWS=plan.row_group,
         BLOCK=plan.columns(),
-        num_warps=4,
+        num_warps=ROW_WARPS,
+        maxnreg=64,
     )

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from . import plan as sizes
-from .plan import Plan, ceil_div
+from .plan import ROW_WARPS, Plan, ceil_div
 from .problem import Problem
-from .rank import nth_best, survey
+from .rank import nth_best, row_pointer, survey
 from .score import NEVER, key_scale, load_keys_transposed, ordered, tile_scores, tile_window, unordered
 
 CAUTION = tl.constexpr(sizes.CAUTION)
@@ -81,11 +81,8 @@ def _sample_kernel(
         if HAS_SCALE:
             score = score * key_scale(k_scale_ptr, keys)[None, :]
         inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
-        columns = samples // BS * BS  # it is whole blocks; the compiler now knows, and stores are wide
-        tl.store(
-            sample_ptr + o_r.to(tl.int64)[:, None] * columns + o_i[None, :],
-            tl.where(inside, ordered(score), NEVER),
-        )
+        p_row = row_pointer(sample_ptr, o_r, samples, BS)[:, None]
+        tl.store(p_row + o_i[None, :], tl.where(inside, ordered(score), NEVER))
 
 
 @triton.jit(do_not_specialize=["row0", "R", "columns", "samples", "capacity", "top_k"])
@@ -122,8 +119,7 @@ def _threshold_kernel(
     threshold = tl.zeros((ROWS,), tl.float32) + float("-inf")
     plateau = tl.zeros((ROWS,), tl.int32) + NEVER
     if tl.max(guess.to(tl.int32)) > 0:
-        p_row = sample_ptr + o_r.to(tl.int64)[:, None] * samples
-        first = tl.zeros((ROWS,), tl.int32)
+        p_row = row_pointer(sample_ptr, o_r, samples, BLOCK)[:, None]
         last = tl.where(guess, samples, 0)
         if TABLE:
             p_table = table_ptr + o_r.to(tl.int64)[:, None] * columns
@@ -133,12 +129,12 @@ def _threshold_kernel(
                 key = tl.load(p_table + sample_keys(o_i, lo[:, None], hi[:, None], samples), mask=taken)
                 tl.store(p_row + o_i, key, mask=taken)
             tl.debug_barrier()
-        seen, low, high = survey(p_row, first, last, ROWS, BLOCK)
+        seen, low, high = survey(p_row, last, ROWS, BLOCK)
         guess = guess & (seen > 0)
         expected = top_k.to(tl.float32) * seen.to(tl.float32) / tl.maximum(length, 1).to(tl.float32)
         rank = (expected + CAUTION * tl.sqrt(expected) + CAUTION * CAUTION / 3.0).to(tl.int32) + 1
         # A rank a little too generous is as good. Too few samples for any rank keep every key.
-        bar, reach = nth_best(p_row, first, last, seen, low, high, rank, rank // 16, ROWS, BLOCK)
+        bar, reach, _ = nth_best(p_row, last, seen, low, high, rank, rank // 16, ROWS, BLOCK)
         guess = guess & (bar != NEVER)
         # More candidates expected than fit: only equal scores can have held the search up.
         share = reach.to(tl.float32) / tl.maximum(seen, 1).to(tl.float32)
@@ -208,7 +204,8 @@ def launch_threshold(
         top_k,
         TABLE=table is not None,
         ROWS=plan.row_group,
-        BLOCK=plan.columns(),
-        num_warps=4,
+        # Samples are read in whole blocks.
+        BLOCK=min(plan.columns(), plan.samples & -plan.samples),
+        num_warps=ROW_WARPS,
     )
     return scan_hi, threshold, plateau

@@ -62,7 +62,7 @@ class Stages:
         q, k, w, top_k = drawn.q, drawn.k, drawn.w, drawn.top_k
         (T, H, D), S, device = q.shape, k.shape[0], q.device
         plan = Plan.default(T, S, H, D, top_k, q.dtype, device)
-        if S <= plan.table_keys:
+        if plan.table_keys >= S:
             raise ValueError(f"keys = {S}: there are no such stages at {plan.table_keys} keys or fewer")
         indices = torch.empty((T, top_k), dtype=torch.int32, device=device)
         count, nans, pending, filled, invalid = (
