@@ -234,12 +234,17 @@ def _indexer_loss(s: dict[str, int], dtype: str) -> Cost:
 
 
 def sampled_keys(keys: int, top_k: int) -> int:
-    """Keys that HyTopK samples for a row's threshold: so many that about 32 of them are above the cut (64 in
-    short contexts), a power of two from 2,048 to 16,384 (hyscale_kernels/hytopk/plan.py)."""
-    top_k = max(top_k, 1)
-    expected = 64 if keys // top_k < 64 else 32
-    wanted = 1 << (max(1, math.ceil(expected * keys / top_k)) - 1).bit_length()
-    return min(max(2048, min(wanted, 16384)), keys)
+    """Keys that HyTopK samples for a row's threshold: the power of two from 512 to 32,768 that costs least,
+    a candidate it lets through costing as much as four samples (hyscale_kernels/hytopk/plan.py)."""
+
+    def cost(samples: int) -> float:
+        expected = top_k * samples / keys
+        rank = int(expected + 4.5 * math.sqrt(expected) + 6.75) + 1
+        rank += rank // 16
+        return samples + 4 * (keys if rank >= samples else keys * rank / (samples + 1))
+
+    top_k, keys = max(top_k, 1), max(keys, 1)
+    return min([1 << i for i in range(9, 16)], key=cost)
 
 
 def _threshold(s: dict[str, int], dtype: str) -> Cost:

@@ -3,7 +3,15 @@
 The contract is in ``hytopk``'s docstring; README.md beside this file says why it holds.
 """
 
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import torch
+import triton
 
 from .compact import launch_compact
 from .filter import launch_filter
@@ -140,6 +148,47 @@ def workspace_bytes(
     )
     assert size <= workspace_bound(T, top_k), (size, workspace_bound(T, top_k))
     return size
+
+
+def warm_up(H: int, D: int, dtype: torch.dtype, device: torch.device | str = "cuda") -> tuple[int, float]:
+    """Compile every kernel variant that ``hytopk`` takes for contiguous tensors: (variants, seconds).
+
+    Calls with these H, D and dtype compile nothing afterwards, whatever T, S, top_k and the windows are.
+    Variants that were ready are not counted; under Triton's interpreter there are none. Errors as
+    ``hytopk``'s.
+    """
+    q, k = torch.zeros((1, H, D), device=device), torch.zeros((1, D), device=device)
+    w = torch.zeros((1, H), device=device)
+    scale = torch.ones(1, device=device) if dtype == torch.float8_e4m3fn else None
+    bound = torch.zeros(1, dtype=torch.int32, device=device)
+    plan = Plan.default(1, 1, H, D, 1, dtype, device)
+    begin = time.perf_counter()
+    with _compilations() as compiled:
+        for start, end, table_keys, scores in itertools.product(
+            (None, bound), (None, bound), (0, 1), (False, True)
+        ):
+            hytopk(
+                q.to(dtype), k.to(dtype), w, 1, start=start, end=end, k_scale=scale, return_scores=scores,
+                plan=replace(plan, table_keys=table_keys),
+            )  # fmt: skip
+    return len(compiled), time.perf_counter() - begin
+
+
+@contextmanager
+def _compilations() -> Iterator[list[Any]]:
+    """Notes every kernel variant that Triton makes ready meanwhile."""
+    compiled: list[Any] = []
+    previous = triton.knobs.runtime.jit_post_compile_hook
+
+    def note(**given: Any) -> Any:
+        compiled.append(given["fn"])
+        return previous(**given) if previous is not None else None
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield compiled
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = previous
 
 
 @torch.library.custom_op(f"{NAMESPACE}::hytopk", mutates_args=())

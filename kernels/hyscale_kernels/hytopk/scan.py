@@ -14,8 +14,7 @@ import triton.language as tl
 
 from .plan import Plan, ceil_div
 from .problem import Problem
-from .score import key_scale, load_keys_transposed, tile_scores
-from .threshold import tile_window
+from .score import key_scale, load_keys_transposed, tile_scores, tile_window
 
 
 @triton.jit

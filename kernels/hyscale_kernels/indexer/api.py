@@ -67,7 +67,7 @@ def selected_scores(
     _check(q, k, w, k_scale, indices)
     _check_sources(q, k, q_source, k_source, q_scale)
     fixed = _fixed_point(dk)
-    sizes = _plan(q, k, plan).as_ints()
+    sizes = _check_plan(k, plan)
     result: torch.Tensor = _selected_scores(
         q, k, w, indices, k_scale, q_source, k_source, q_scale, fixed, sizes
     )
@@ -110,7 +110,7 @@ def indexer_loss(
     if not math.isfinite(coefficient):
         raise ValueError(f"coefficient is {coefficient}; it must be finite")
     fixed = _fixed_point(dk)
-    sizes = _plan(q, k, plan).as_ints()
+    sizes = _check_plan(k, plan)
     loss, _ = _indexer_loss(
         q, k, w, indices, target.detach(), k_scale, q_source, k_source, q_scale,
         float(coefficient), float(temperature), fixed, sizes,
@@ -151,7 +151,7 @@ def _selected_scores(
 ) -> torch.Tensor:
     check_selection(indices, k.shape[0])
     with torch.cuda.device_of(q):
-        return launch_selected(_problem(q, k, w, k_scale), indices, IndexerPlan.from_ints(plan))
+        return launch_selected(_problem(q, k, w, k_scale), indices, _sizes(plan, q, k))
 
 
 @_selected_scores.register_fake
@@ -189,7 +189,7 @@ def _indexer_loss(
     check_selection(indices, k.shape[0])
     with torch.cuda.device_of(q):
         problem = _problem(q, k, w, k_scale)
-        sizes = IndexerPlan.from_ints(plan)
+        sizes = _sizes(plan, q, k)
         return launch_loss(problem, indices, target, coefficient, temperature, sizes)
 
 
@@ -225,7 +225,7 @@ def _backward(
     fixed: bool,
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sizes = IndexerPlan.from_ints(plan)
+    sizes = _sizes(plan, q, k)
     T, S, K = q.shape[0], k.shape[0], indices.shape[1]
     problem = _problem(q, k, w, k_scale)
     if T == 0 or S == 0 or K == 0:
@@ -326,9 +326,12 @@ _selected_scores.register_autograd(_scores_backward, setup_context=_setup_scores
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _save(ctx, (*inputs[:4], *inputs[5:9], *inputs[11:]), output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # or the scores' gradient, which takes none, would get one of zeros
 
 
-def _loss_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _loss_backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 13
     found = _input_gradients(ctx, grad, 6)
     return (
         found.get("q"), found.get("k"), found["w"], None, None, None,
@@ -431,11 +434,19 @@ def _fixed_point(dk: KeyGradient) -> bool:
     return dk == "fixed_point" or (dk == "auto" and deterministic)
 
 
-def _plan(q: torch.Tensor, k: torch.Tensor, plan: IndexerPlan | None) -> IndexerPlan:
+def _check_plan(k: torch.Tensor, plan: IndexerPlan | None) -> list[int]:
+    """``plan`` as the operators take it. Without one they plan themselves: their arithmetic is not traced."""
     if plan is None:
-        return IndexerPlan.default(k.shape[0], q.shape[1], q.shape[2], q.device)
+        return []
     if not isinstance(plan, IndexerPlan):
         raise TypeError(f"plan must be an IndexerPlan or None, got {type(plan).__name__}")
     if ceil_div(k.shape[0], plan.chunk_keys) > 65535:
         raise ValueError(f"plan.chunk_keys is {plan.chunk_keys}; for {k.shape[0]} keys it must be larger")
-    return plan
+    return plan.as_ints()
+
+
+def _sizes(plan: list[int], q: torch.Tensor, k: torch.Tensor) -> IndexerPlan:
+    """The plan that an operator was given, or the default."""
+    if plan:
+        return IndexerPlan.from_ints(plan)
+    return IndexerPlan.default(k.shape[0], q.shape[1], q.shape[2], q.device)

@@ -45,10 +45,12 @@ class _Stage:
 
 _windows, _score, _threshold, _scan = _in("windows", "prepare"), _in("score"), _in("threshold"), _in("scan")
 _compact, _rescore, _select, _rank = _in("compact"), _in("rescore"), _in("select"), _in("select", "rank")
+_table, _filter = _in("table", "score"), _in("table", "filter")
 _plateau, _repair, _call = _in("plateau"), _in("repair"), _in("call", "api")
 _sizes, _values, _inputs = _in("call", "plan"), _in("call", "selection"), _in("call", "problem")
 
 OWN, EXACT = "exact_set_of_own_scores", "exact_set_of_exact_inputs"
+TABLE, CAUSAL = "table_and_scan_agree", "causal_passes"
 
 MUTANTS: tuple[Mutant, ...] = (
     _windows(
@@ -125,8 +127,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _threshold(
         "sample_beyond_the_window",
-        "keys = sample_keys(o_i, first, last, samples)",
-        "keys = sample_keys(o_i, first, last, samples) + 1",
+        "keys = sample_keys(o_i, first, last, samples).to(tl.int64)",
+        "keys = sample_keys(o_i, first, last, samples).to(tl.int64) + 1",
         "the last sampled key lies one past the window",
         "only_its_own_memory",
     ),
@@ -136,6 +138,82 @@ MUTANTS: tuple[Mutant, ...] = (
         "tl.store(filled_ptr + o_r, tl.zeros((ROWS,), tl.int32), mask=live & (length > capacity))",
         "rows that need no threshold start from whatever the counter held",
         "poisoned_memory",
+    ),
+    _threshold(
+        "start_of_the_window_counted_twice",
+        "sample_keys(o_i, lo[:, None], hi[:, None], samples), mask=taken)",
+        "lo[:, None] + sample_keys(o_i, lo[:, None], hi[:, None], samples), mask=taken)",
+        "samples of a table are taken from beyond the window, and beyond the table",
+        TABLE,
+    ),
+    _table(
+        "table_of_the_first_chunk",
+        "rows = (row0 + o_r).to(tl.int64)",
+        "rows = o_r.to(tl.int64)",
+        "every chunk of rows tabulates the queries of the first",
+        TABLE,
+    ),
+    _table(
+        "last_tile_of_a_window_skipped",
+        "finish = tl.minimum(finish, last)",
+        "finish = tl.minimum(finish, last - BS // 2)",
+        "a tile that the windows meet by less than half is not tabulated",
+        TABLE,
+        CAUSAL,
+    ),
+    _filter(
+        "filter_reaches_over_the_end",
+        "inside = (o_c >= lo[:, None]) & (o_c < hi[:, None])",
+        "inside = (o_c >= lo[:, None]) & (o_c <= hi[:, None])",
+        "the filter lets in the key at end[t]",
+        TABLE,
+        "window_edges_count",
+    ),
+    _filter(
+        "filter_of_the_first_chunk",
+        "lo = tl.load(lo_ptr + row0 + o_r)",
+        "lo = tl.load(lo_ptr + o_r)",
+        "every chunk of rows is filtered from where the windows of the first begin",
+        TABLE,
+    ),
+    _filter(
+        "filter_drops_equals",
+        "kept = (inside & ((key >= bar[:, None]) | (key == NEVER))).to(tl.int32)",
+        "kept = (inside & ((key > bar[:, None]) | (key == NEVER))).to(tl.int32)",
+        "a score equal to the threshold is filtered out, -inf included",
+        "infinities_are_ordinary",
+        "as_many_as_there_are",
+    ),
+    _filter(
+        "filter_drops_nan",
+        "kept = (inside & ((key >= bar[:, None]) | (key == NEVER))).to(tl.int32)",
+        "kept = (inside & (key >= bar[:, None])).to(tl.int32)",
+        "NaN does not pass the filter, so it is not counted",
+        TABLE,
+        "nan_never_selected",
+    ),
+    _filter(
+        "filter_overflow_truncated",
+        "    tl.store(filled_ptr + o_r, filled, mask=live)",
+        "    tl.store(filled_ptr + o_r, tl.minimum(filled, capacity), mask=live)",
+        "candidates beyond the buffer are dropped without a word",
+        TABLE,
+    ),
+    _filter(
+        "filter_counts_in_six_bits",
+        "position = filled[:, None] + tl.cumsum(kept, axis=1) - kept",
+        "position = filled[:, None] + (tl.cumsum(kept, axis=1) & 63) - kept",
+        "the 64th candidate of a block is put where the first is",
+        "production_sizes",
+        OWN,
+    ),
+    _filter(
+        "table_rows_too_narrow",
+        "table.shape[1],",
+        "problem.num_keys,",
+        "rows of a table are taken to lie as near as their keys, without the padding",
+        TABLE,
+        OWN,
     ),
     _scan(
         "threshold_not_reached_by_equals",
@@ -236,11 +314,26 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _rank(
         "one_tie_too_many",
-        "return present, bar, tl.where(present > top_k, top_k - above, 0)",
-        "return present, bar, tl.where(present > top_k, top_k - above + 1, 0)",
+        "tl.where(tied, top_k - over, 0)",
+        "tl.where(tied, top_k - over + 1, 0)",
         "one more of the equal scores is taken than there is room for",
         "only_its_own_memory",
         OWN,
+    ),
+    _rank(
+        "cut_left_out",
+        "tl.where(crowded & ~tied, bar - 1, bar)",
+        "tl.where(crowded & ~tied, bar, bar)",
+        "a key whose score is the very value that K keys reach is lost",
+        EXACT,
+        "tie_rule",
+    ),
+    _rank(
+        "ties_counted_on_the_wrong_side",
+        "over = tl.where(down, count, over)",
+        "over = tl.where(up, count, over)",
+        "of equal scores at the cut as many are taken as are above it by too low a count",
+        "tie_rule",
     ),
     _rank(
         "positions_swapped",
@@ -284,14 +377,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _select(
         "underflow_accepted",
-        "pending = pending | ((count < tl.minimum(hi - lo, top_k)) & ~complete)",
-        "pending = pending | ((count < tl.minimum(hi - lo, 1)) & ~complete)",
+        "pending = ~whole | ((count < tl.minimum(hi - lo, top_k)) & ~complete)",
+        "pending = ~whole | ((count < tl.minimum(hi - lo, 1)) & ~complete)",
         "too few candidates pass for a full answer",
         "forced_underflow",
     ),
     _select(
         "nan_not_counted",
-        "tl.store(nan_ptr + rows, last - first - present, mask=live)",
+        "tl.store(nan_ptr + rows, last - present, mask=live)",
         "tl.store(nan_ptr + rows, tl.zeros((ROWS,), tl.int32), mask=live)",
         "the statistics know of no NaN",
         "nan_never_selected",
@@ -363,8 +456,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _call(
         "score_table_for_everyone",
-        "if plan.capacity >= S:",
-        "if plan.capacity >= 0:",
+        "if plan.table_keys >= part.keys:",
+        "if plan.table_keys >= 0:",
         "long rows are scored into a table as well",
         "no_score_table",
     ),
@@ -410,6 +503,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "return self.q.stride(0), self.q.shape[2], self.k.stride(0), self.w.stride(0)",
         "heads are taken to lie next to each other",
         "memory_layout",
+    ),
+    _sizes(
+        "causal_pass_too_short",
+        "min(S, row0 + rows) if causal else S",
+        "min(S, row0 + max(rows - 1, 1)) if causal else S",
+        "a pass of a causal call leaves out the last key of its last row",
+        CAUSAL,
+        "windows_left_out",
     ),
     _sizes(
         "workspace_unbounded",

@@ -15,7 +15,7 @@ from hyscale_verify.memory import spread_rows, watched_allocations
 from hyscale_verify.properties.base import FalsifiedError, Property, Trial, promise
 from hyscale_verify.properties.judge import expected, members, own_memory, same_bits, same_sets
 from hyscale_verify.strategies import cases
-from hyscale_verify.targets import Result
+from hyscale_verify.targets import Result, result_of
 
 ANY = (
     "tie_rich",
@@ -55,14 +55,16 @@ def _tight(trial: Trial) -> InternalSizes:
     )
 
 
-def _larger(trial: Trial, on_cpu: tuple[int, ...], on_cuda: int) -> Case:
-    """The trial's regime drawn again: two rows that see far more keys than a tight buffer holds.
+def _larger(
+    trial: Trial, on_cpu: tuple[int, ...], on_cuda: int, rows: int = 2, windows: tuple[str, ...] = ("full",)
+) -> Case:
+    """The trial's regime drawn again: rows that see far more keys than a tight buffer holds.
 
     K is one of ``on_cpu``, or ``on_cuda``.
     """
     keys, options = (6000, (on_cuda,)) if trial.device == "cuda" else (250, on_cpu)
     top_k = trial.draw(st.sampled_from(options), "K")
-    drawn = cases(trial.case.regime, trial.space.exactly(2, keys, top_k), ("full",))
+    drawn = cases(trial.case.regime, trial.space.exactly(rows, keys, top_k), windows)
     trial.case = trial.data.draw(drawn, label="case").with_(sizes=_tight(trial))
     return trial.case
 
@@ -126,13 +128,61 @@ def forced_flood_by_a_plateau(trial: Trial) -> None:
     _exact(trial, result)
 
 
+@promise(
+    "exact",
+    ("tie_rich", "relu_plateau", "nan", "random_normal", "infinities", "ulp_neighbours", "constant"),
+    needs=["hytopk"],
+)
+def table_and_scan_agree(trial: Trial) -> None:
+    """A filtered table of scores gives a scan's answer, bit for bit, NaN counted alike, and the right one.
+
+    The buffer is tight, the rows lie in two passes, and their windows begin and end anywhere.
+    """
+    tile = _tight(trial).tile_rows
+    case = _larger(trial, (1, 3, 8), 64, tile + 2, ("full", "late", "ragged"))
+    tight = replace(_tight(trial), row_tiles=1)
+    scanned = trial.select(case.with_(sizes=tight), return_scores=True)
+    trial.case = case.with_(sizes=replace(tight, table_keys=case.num_keys))
+    with own_memory("a table of scores"):
+        result = trial.select(return_scores=True)
+    held = result.stats.candidates.cpu().numpy()
+    trial.numbers["rows filtered"] = float((held < case.lengths).sum())
+    same_bits(result, scanned, "a table against a scan")
+    nans, others = (each.stats.nan_scores.cpu().numpy() for each in (result, scanned))
+    for t in np.flatnonzero(nans != others).tolist():
+        raise FalsifiedError(f"row {t} counts {nans[t]} NaN in a table and {others[t]} in a scan", (t,))
+    _exact(trial, result)
+
+
+@promise("window", ("tie_rich", "random_normal", "nan"), needs=["hytopk"])
+def causal_passes(trial: Trial) -> None:
+    """A causal call of several passes, each over the keys that its rows see, answers as one over all keys.
+
+    Early passes take a table, later ones a scan, or all of them either.
+    """
+    size = 700 if trial.device == "cuda" else 50
+    top_k = trial.draw(st.sampled_from((1, 5, 20)), "K")
+    drawn = cases(trial.case.regime, trial.space.exactly(size, size, top_k), ("causal",))
+    table_keys = trial.draw(st.sampled_from((size // 2, 0, size)), "keys of a table")
+    sizes = replace(_tight(trial), row_tiles=1, table_keys=table_keys)
+    trial.case = case = trial.data.draw(drawn, label="case").with_(sizes=sizes)
+    given = case.tensors(trial.device)
+    with own_memory("a causal call"):
+        plan = trial.hytopk.plan(case)
+        selection = trial.hytopk.api.hytopk(
+            given.q, given.k, given.w, top_k, k_scale=given.k_scale, return_scores=True, plan=plan
+        )
+    result = result_of(selection)
+    same_bits(result, trial.select(return_scores=True), "windows left out against windows given")
+    _exact(trial, result)
+
+
 def sampled_keys(low: int, high: int, samples: int) -> NDArray[np.int64]:
     """The keys that the threshold stage samples of [low, high): ``sample_keys`` of threshold.py."""
-    i = np.arange(samples, dtype=np.uint64)
+    i = np.arange(samples, dtype=np.int64)
     stride, rest = divmod(high - low, samples)
-    jitter = (i * np.uint64(2654435769) % np.uint64(2**32)) * np.uint64(stride) >> np.uint64(32)
-    i = i.astype(np.int64)
-    return low + i * stride + i * rest // samples + jitter.astype(np.int64)
+    jitter = ((i * 2654435769) % 2**32 * stride) >> 32
+    return low + i * stride + i * rest // samples + jitter
 
 
 @promise("exact", ("exact_integers", "random_normal"), needs=["hytopk"])
@@ -316,6 +366,8 @@ PROPERTIES: tuple[Property, ...] = (
     forced_refill_of_the_repair_buffer,
     forced_flood_by_a_plateau,
     forced_underflow,
+    table_and_scan_agree,
+    causal_passes,
     workspace_is_bounded,
     no_score_table,
     only_its_own_memory,

@@ -71,8 +71,8 @@ def test_a_crash_alone_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         "crashes",
         "call",
         "hytopk/api.py",
-        "    S = problem.num_keys\n    filled",
-        "    S = problem.no_such_thing\n    filled",
+        "table = launch_dense(problem, row0, R, plan, as_ordered=True)",
+        "table = launch_dense(problem.no_such_thing, row0, R, plan, as_ordered=True)",
         "the call raises AttributeError",
     )
     fate = try_mutant(Task(mutant, PLAN, everything=True, limit_s=math.inf))
@@ -87,8 +87,8 @@ def test_an_edit_that_changes_nothing_survives(monkeypatch: pytest.MonkeyPatch) 
         "harmless",
         "threshold",
         "hytopk/threshold.py",
-        "CAUTION = tl.constexpr(4.5)",
-        "CAUTION = tl.constexpr(5.5)",
+        "CAUTION = tl.constexpr(sizes.CAUTION)",
+        "CAUTION = tl.constexpr(sizes.CAUTION + 1)",
         "x",
     )
     fate = try_mutant(Task(mutant, PLAN, everything=False, limit_s=math.inf))
