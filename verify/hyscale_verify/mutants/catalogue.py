@@ -181,6 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "kept = (inside & ((key >= bar[:, None]) | (key == NEVER))).to(tl.int32)",
         "kept = (inside & ((key > bar[:, None]) | (key == NEVER))).to(tl.int32)",
         "a score equal to the threshold is filtered out, -inf included",
+        "internal_sizes",
         "infinities_are_ordinary",
         "as_many_as_there_are",
     ),

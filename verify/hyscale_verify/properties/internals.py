@@ -139,7 +139,7 @@ def table_and_scan_agree(trial: Trial) -> None:
     The buffer is tight, the rows lie in two passes, and their windows begin and end anywhere.
     """
     tile = _tight(trial).tile_rows
-    case = _larger(trial, (1, 3, 8), 64, tile + 2, ("full", "late", "ragged"))
+    case = _larger(trial, (1, 3, 8), 64, tile + 1, ("full", "late", "ragged"))
     tight = replace(_tight(trial), row_tiles=1)
     scanned = trial.select(case.with_(sizes=tight), return_scores=True)
     trial.case = case.with_(sizes=replace(tight, table_keys=case.num_keys))
