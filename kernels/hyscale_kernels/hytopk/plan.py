@@ -279,6 +279,14 @@ def _columns(row_group: int) -> int:
     return 256 * ROW_WARPS if row_group == 1 else 128
 
 
+def threshold_rank(expected: float) -> int:
+    """Rank among a row's samples of its threshold, if ``expected`` of them are among its K best.
+
+    threshold.py computes the same on the device, and takes a rank up to a sixteenth larger.
+    """
+    return int(expected + CAUTION * math.sqrt(expected) + CAUTION**2 / 3) + 1
+
+
 def passing(samples: int, S: int, top_k: int) -> tuple[float, float]:
     """(expected, most): keys of a row that reach its threshold, guessed from ``samples`` of its S keys.
 
@@ -286,8 +294,7 @@ def passing(samples: int, S: int, top_k: int) -> tuple[float, float]:
     Beta(m, samples + 1 - m), nearly a gamma distribution of shape m; ``most`` is its quantile at MARGIN
     standard deviations, by Wilson and Hilferty's cube.
     """
-    expected = top_k * samples / S
-    rank = int(expected + CAUTION * math.sqrt(expected) + CAUTION**2 / 3) + 1
+    rank = threshold_rank(top_k * samples / S)
     rank += rank // 16
     if rank >= samples:
         return S, S

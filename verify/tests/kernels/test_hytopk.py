@@ -2,15 +2,19 @@
 
 import ast
 import dataclasses
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyscale_kernels
-from hyscale_kernels.hytopk import Plan, workspace_bytes
-from hyscale_kernels.hytopk.plan import workspace_bound
+from hyscale_kernels.hytopk import Plan, hytopk, warm_up, workspace_bytes
+from hyscale_kernels.hytopk.api import NAMESPACE
+from hyscale_kernels.hytopk.plan import MOST_CHUNK_ROWS, passes, threshold_rank, workspace_bound
 from hyscale_kernels.provenance import source_hash
 
 HYTOPK = Path(hyscale_kernels.__file__).parent / "hytopk"
@@ -18,7 +22,7 @@ RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "hytopk_h200.js
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 2048, 131072, 10**6])
-@pytest.mark.parametrize("S", [1, 8192, 8193, 65536, 2**20, 2**31 - 1])
+@pytest.mark.parametrize("S", [1, 8192, 8193, 32768, 65536, 2**20, 2**31 - 1])
 @pytest.mark.parametrize("top_k", [1, 100, 2048, 8192])
 def test_workspace_is_within_the_contract_whatever_the_length(T: int, S: int, top_k: int) -> None:
     size = workspace_bytes(T, S, 32, 128, top_k, torch.float8_e4m3fn)
@@ -29,6 +33,97 @@ def test_workspace_is_within_the_contract_whatever_the_length(T: int, S: int, to
 def test_workspace_stops_growing_with_the_length(S: int) -> None:
     table = 4 * 2048 * S
     assert workspace_bytes(2048, S, 32, 128, 2048, torch.bfloat16) < table / 7
+
+
+def test_a_causal_call_has_workspace_for_each_of_its_passes() -> None:
+    T, sizes = 20000, (32, 128, 2048, torch.float8_e4m3fn, "cuda")
+    stated = workspace_bytes(T, T, *sizes)
+    for causal in (False, True):
+        for each in passes(T, T, *sizes, causal=causal):
+            assert each.plan.workspace_bytes(T, each.keys) <= stated
+
+
+def test_causal_passes_see_their_own_keys_and_no_more() -> None:
+    T = 50000
+    found = list(passes(T, T, 32, 128, 2048, torch.bfloat16, "cuda", causal=True))
+    assert sum(each.rows for each in found) == T
+    for each, following in itertools.pairwise(found):
+        assert following.row0 == each.row0 + each.rows
+    for each in found:
+        assert each.keys == each.row0 + each.rows
+        assert (
+            each.plan.samples
+            == Plan.default(
+                T, min(T, each.row0 + MOST_CHUNK_ROWS), 32, 128, 2048, torch.bfloat16, "cuda"
+            ).samples
+        )
+    by_table = [each.keys <= each.plan.table_keys for each in found]
+    assert by_table[0]
+    assert not by_table[-1]
+    assert by_table == sorted(by_table, reverse=True)
+
+
+def test_passes_over_windows_see_every_key_and_share_a_plan() -> None:
+    found = list(passes(9000, 70000, 32, 128, 2048, torch.bfloat16, "cuda", causal=False))
+    assert len(found) > 1
+    assert {each.keys for each in found} == {70000}
+    assert len({each.plan for each in found}) == 1
+
+
+def binomial_tail(n: int, p: float, counts: range) -> float:
+    """Probability that of n draws, each true with p, as many are true as one of ``counts``."""
+    return sum(
+        math.exp(
+            math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1)
+            + i * math.log(p) + (n - i) * math.log1p(-p)
+        )
+        for i in counts
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, 16, 100, 256, 777, 2048, 6000, 8192])
+@pytest.mark.parametrize("S", [5000, 8192, 24000, 65536, 10**5, 2**19, 2**20, 2873098, 2**24])
+def test_a_threshold_fails_a_row_in_a_million_at_most(top_k: int, S: int) -> None:
+    """The m-th best of n samples lets more keys through than fit when fewer than m samples are among the
+    ``capacity`` best keys, and fewer than K when m samples are among the K best."""
+    plan = Plan.default(4096, S, 32, 128, top_k, torch.float8_e4m3fn, "cuda")
+    n, rank = plan.samples, threshold_rank(top_k * plan.samples / S)
+    if plan.capacity < S:  # else every key is kept
+        assert binomial_tail(n, plan.capacity / S, range(rank + rank // 16)) < 1.1e-6
+        assert binomial_tail(n, top_k / S, range(rank, min(n, rank + 1000) + 1)) < 1.1e-6
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the plan, the last argument, of each call of our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == NAMESPACE:
+            self.seen.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operator_makes_its_own_plan(device: str) -> None:
+    low = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k = torch.ones(3, 2, 16, device=device, dtype=low), torch.ones(3, 16, device=device, dtype=low)
+    w = torch.ones(3, 2, device=device)
+    plan = Plan.default(3, 3, 2, 16, 2, low, device)
+    with Sizes() as sizes:
+        first = hytopk(q, k, w, 2)
+        second = hytopk(q, k, w, 2, plan=plan)
+    assert sizes.seen == [[], plan.as_ints()]
+    assert first.indices.tolist() == second.indices.tolist() == [[0, -1], [0, 1], [0, 1]]
+
+
+def test_a_warm_up_leaves_nothing_to_compile(device: str) -> None:
+    low = torch.float32 if device == "cpu" else torch.bfloat16
+    first, seconds = warm_up(2, 16, low, device)
+    assert (first == 0) == (device == "cpu")
+    assert seconds > 0
+    assert warm_up(2, 16, low, device)[0] == 0
 
 
 def test_chunks_cover_all_rows_and_keys_evenly() -> None:
@@ -46,7 +141,10 @@ def test_chunks_cover_all_rows_and_keys_evenly() -> None:
         ({"tile_rows": 48}, "plan.tile_rows is 48; it must be a power of two"),
         ({"tile_keys": 16}, "plan.tile_keys is 16; it must be a multiple of 32"),
         ({"capacity": 0}, "plan.capacity is 0"),
+        ({"capacity": 200}, "plan.capacity is 200; it must be a power of two or a multiple of 128"),
         ({"samples": 100}, "plan.samples is 100; it must be a positive multiple of 64"),
+        ({"samples": 65536}, "plan.samples is 65536; it must be at most 32768"),
+        ({"table_keys": -1}, "plan.table_keys is -1; it must be at least 0"),
         ({"row_chunk": 0}, "plan.row_chunk is 0"),
         ({"key_chunk": 65}, "plan.key_chunk is 65"),
         ({"segment": 33}, "plan.segment is 33"),

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyscale_kernels.hytopk import hytopk
 from hyscale_kernels.hytopk.api import NAMESPACE
@@ -74,6 +75,42 @@ def test_empty_sizes_give_empty_results_and_zero_gradients(device: str) -> None:
         loss = indexer_loss(q, k, w, indices, torch.ones(rows, 3, device=device))
         (finite(scores) + loss.sum()).backward()
         assert all(each.grad is not None and not each.grad.any() for each in (q, k, w))
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the shapes of all tensors that operators of torch fill with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if "zero" in func.name():
+            self.zeros.append(tuple(out.shape))
+        return out
+
+
+def test_the_loss_makes_no_gradient_of_the_gradient_it_keeps(inputs: Inputs) -> None:
+    given = tracked(inputs)
+    target = torch.rand(T, K, device=given["q"].device)
+    loss = indexer_loss(*given.values(), target).sum()
+    with Allocations() as seen:
+        loss.backward()
+    assert (T, K) not in seen.zeros
+
+
+def test_operators_make_their_own_plan(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def sizes(plan: list[int], q: torch.Tensor, k: torch.Tensor) -> IndexerPlan:
+        seen.append(plan)
+        return IndexerPlan.default(S, H, D, q.device)
+
+    monkeypatch.setattr(api, "_sizes", sizes)
+    selected_scores(*inputs.values())
+    indexer_loss(*inputs.values(), torch.rand(T, K, device=inputs["q"].device))
+    assert seen == [[], []]
 
 
 def test_several_passes_over_rows_add_up(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
