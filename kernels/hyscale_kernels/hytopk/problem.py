@@ -10,7 +10,10 @@ from .plan import next_power_of_2, padded
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Checked inputs: q [T, H, D], k [S, D], w [T, H], k_scale [S] or None; lo, hi cleaned windows [T]."""
+    """Checked inputs: q [T, H, D], k [S, D], w [T, H], k_scale [S] or None; lo, hi cleaned windows [T].
+
+    Raises ValueError for float8 on a GPU that does not multiply it.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -18,6 +21,15 @@ class Problem:
     k_scale: torch.Tensor | None
     lo: torch.Tensor
     hi: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.q.dtype == torch.float8_e4m3fn and self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            if (major, minor) < (8, 9):
+                raise ValueError(
+                    f"q is float8_e4m3fn on {self.device}, compute capability {major}.{minor}, which has no "
+                    "float8 products (8.9 and later have); allowed there: bfloat16, float16"
+                )
 
     @property
     def num_queries(self) -> int:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyscale_kernels
 from hyscale_kernels.hytopk import Plan, hytopk, warm_up, workspace_bytes
 from hyscale_kernels.hytopk.api import NAMESPACE
 from hyscale_kernels.hytopk.plan import MOST_CHUNK_ROWS, passes, threshold_rank, workspace_bound
+from hyscale_kernels.hytopk.problem import Problem
 from hyscale_kernels.provenance import source_hash
 
 HYTOPK = Path(hyscale_kernels.__file__).parent / "hytopk"
@@ -164,6 +166,14 @@ def test_a_plan_survives_the_operator_boundary() -> None:
     assert Plan.from_ints(plan.as_ints()) == plan
     with pytest.raises(ValueError, match="a plan has 14 sizes, got 2"):
         Plan.from_ints([1, 2])
+
+
+def test_a_gpu_without_float8_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 16, device="cuda", dtype=torch.float8_e4m3fn)
+        with pytest.raises(ValueError, match=r"float8_e4m3fn on cuda:0, compute capability 8\.0"):
+            Problem(q, q, q, None, q, q)
 
 
 def test_only_upcast_and_dot_know_the_interpreter() -> None:
