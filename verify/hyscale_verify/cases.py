@@ -40,8 +40,9 @@ def rounded(values: NDArray[np.floating], dtype: str) -> Float32:
 class InternalSizes:
     """Tiles, chunks and buffers that ``hytopk`` is asked to use; they must never change the result.
 
-    As the fields of its Plan, but chunks and segments are counted in tiles, and the candidate buffer is
-    ``slack`` times the smallest power of two that the Plan accepts, top_k + gather.
+    As the fields of its Plan, but chunks and segments are counted in tiles, the candidate buffer is
+    ``slack`` times the smallest power of two that the Plan accepts, top_k + gather, and ``consumers`` holds
+    where Hopper's scan can run.
     """
 
     tile_rows: int
@@ -55,6 +56,7 @@ class InternalSizes:
     key_tiles: int
     repair_splits: int
     table_keys: int = 0
+    consumers: int = 0
 
     def capacity(self, top_k: int) -> int:
         return self.slack << (top_k + self.gather - 1).bit_length()
@@ -64,7 +66,8 @@ class InternalSizes:
             f"tile {self.tile_rows} rows x {self.tile_keys} keys, segment {self.segment_tiles} tiles, "
             f"chunk {self.row_tiles} x {self.key_tiles} tiles, {self.samples} samples, "
             f"room for {self.capacity(top_k)} candidates, gather {self.gather}, row group {self.row_group}, "
-            f"repair splits {self.repair_splits}, tables of {self.table_keys} keys"
+            f"repair splits {self.repair_splits}, tables of {self.table_keys} keys, "
+            f"{self.consumers} consumers"
         )
 
 

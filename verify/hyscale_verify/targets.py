@@ -120,6 +120,8 @@ class HyTopK:
         if sizes is None:
             return None
         T, H, D = case.q.shape
+        inputs = case.tensors(self.device)
+        hopper = self.module("hytopk.hopper").obstacle(inputs.q, inputs.k) is None
         default = self.api.Plan.default(
             T, case.num_keys, H, D, case.top_k, DTYPES[case.dtype], torch.device(self.device)
         )
@@ -136,6 +138,7 @@ class HyTopK:
             key_chunk=sizes.key_tiles * sizes.tile_keys,
             repair_splits=sizes.repair_splits,
             table_keys=sizes.table_keys,
+            consumers=sizes.consumers if hopper else 0,
         )
 
     def dense(self, case: Case) -> Float32:

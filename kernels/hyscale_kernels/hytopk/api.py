@@ -15,6 +15,7 @@ import triton
 
 from .compact import launch_compact
 from .filter import launch_filter
+from .hopper import CONSUMERS, obstacle
 from .plan import MAX_TOP_K, Pass, Plan, ceil_div, passes, workspace_bound
 from .plateau import launch_plateau
 from .prepare import launch_prepare
@@ -71,7 +72,7 @@ def hytopk(
         validate: wait for the device and raise on an invalid window or scale. CPU tensors always are
             checked.
         plan: sizes of tiles and buffers; they never change the result. Default: a plan for each pass over
-            some rows, for as many keys as these can see.
+            some rows, for as many keys as these can see, with Hopper's scan (hopper.py) where that can run.
 
     Returns:
         Selection. A row's result depends on that row's inputs alone, bit for bit: not on the run, the
@@ -86,6 +87,8 @@ def hytopk(
     top_k = check_top_k(top_k)
     if plan is not None:
         _check_plan(plan, top_k)
+        if plan.consumers and (why := obstacle(q, k)):
+            raise ValueError(f"plan.consumers is {plan.consumers}, but Hopper's scan cannot run here: {why}")
     sizes = [] if plan is None else plan.as_ints()  # the operator plans: its arithmetic is not traced
     indices, count, scores, nans, rescored, candidates, invalid = _hytopk(
         q.detach(), k.detach(), w.detach(), top_k, start, end, k_scale, return_scores, sizes
@@ -157,21 +160,26 @@ def warm_up(H: int, D: int, dtype: torch.dtype, device: torch.device | str = "cu
     Variants that were ready are not counted; under Triton's interpreter there are none. Errors as
     ``hytopk``'s.
     """
-    q, k = torch.zeros((1, H, D), device=device), torch.zeros((1, D), device=device)
+    q, k = (torch.zeros(shape, device=device).to(dtype) for shape in ((1, H, D), (1, D)))
     w = torch.zeros((1, H), device=device)
     scale = torch.ones(1, device=device) if dtype == torch.float8_e4m3fn else None
     bound = torch.zeros(1, dtype=torch.int32, device=device)
-    plan = Plan.default(1, 1, H, D, 1, dtype, device)
+    plan = Plan.default(1, 1, H, D, 1, dtype, device, consumers=_consumers(q, k))
     begin = time.perf_counter()
     with _compilations() as compiled:
         for start, end, table_keys, scores in itertools.product(
             (None, bound), (None, bound), (0, 1), (False, True)
         ):
             hytopk(
-                q.to(dtype), k.to(dtype), w, 1, start=start, end=end, k_scale=scale, return_scores=scores,
+                q, k, w, 1, start=start, end=end, k_scale=scale, return_scores=scores,
                 plan=replace(plan, table_keys=table_keys),
             )  # fmt: skip
     return len(compiled), time.perf_counter() - begin
+
+
+def _consumers(q: torch.Tensor, k: torch.Tensor) -> int:
+    """``Plan.consumers`` by default: Hopper's scan wherever it can run."""
+    return 0 if obstacle(q, k) else CONSUMERS
 
 
 @contextmanager
@@ -214,7 +222,9 @@ def _hytopk(
     with torch.cuda.device_of(q):
         lo, hi = launch_prepare(start, end, S, invalid)
         problem = Problem(q, k, w, k_scale, lo, hi)
-        for part in passes(T, S, H, D, top_k, q.dtype, q.device, causal=causal, plan=sizes):
+        for part in passes(
+            T, S, H, D, top_k, q.dtype, q.device, causal=causal, plan=sizes, consumers=_consumers(q, k)
+        ):
             _select_rows(problem.first_keys(part.keys), results, part, top_k)
     return indices, count, scores, nans, pending, filled, invalid
 

@@ -76,6 +76,8 @@ class Plan:
     stages, warps          software pipelining depth and warps of the scoring kernels
     registers              most registers a thread of theirs takes; 0 leaves it to the compiler
     repair_splits          most programs that share the keys of one row in repair; a power of two
+    consumers              warp groups that share a program of Hopper's scan (hopper.py), 2 or 3; 0 for the
+                           scan in plain Triton
     """
 
     tile_rows: int
@@ -92,6 +94,7 @@ class Plan:
     warps: int
     registers: int
     repair_splits: int
+    consumers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tile_rows", "tile_keys", "gather", "row_group", "repair_splits"):
@@ -124,16 +127,27 @@ class Plan:
         for name, least in (("stages", 1), ("warps", 1), ("registers", 0), ("table_keys", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"plan.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.consumers not in (0, 2, 3):
+            raise ValueError(f"plan.consumers is {self.consumers}; it must be 0, 2 or 3")
 
     @classmethod
     def default(
-        cls, T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: torch.device | str
+        cls,
+        T: int,
+        S: int,
+        H: int,
+        D: int,
+        top_k: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        consumers: int = 0,
     ) -> "Plan":
         """The plan of a call of T rows for a pass over S keys: tiles for the device, chunks that keep the
         promised workspace."""
         if torch.device(device).type == "cuda":
             tile_rows, tile_keys, gather, row_group, segment, warps = 64, 128, 128, 1, 0, 4
-            table_keys, repair_splits = min(max(16 * top_k, 8192), 32768), 64
+            table_keys, repair_splits = min(max(8 * top_k, 8192), 16384), 64
             # Three programs on a multiprocessor hide one another's waits; that takes 168 registers at
             # most, and shared memory for two stages of bf16 rows or three of fp8 rows.
             row_bytes = padded(D, dtype) * dtype.itemsize
@@ -159,6 +173,7 @@ class Plan:
             warps=warps,
             registers=registers,
             repair_splits=repair_splits,
+            consumers=consumers,
         )
         return plan._fitted(T, S, top_k)
 
@@ -257,8 +272,9 @@ def passes(
     *,
     causal: bool,
     plan: Plan | None = None,
+    consumers: int = 0,
 ) -> Iterator[Pass]:
-    """The passes of a call, each with its own default plan unless ``plan`` is given.
+    """The passes of a call, each with its own default plan of ``consumers`` unless ``plan`` is given.
 
     In a causal call (row t sees keys 0 .. t) each pass stops at the last key that its rows see, and is
     planned for so many keys.
@@ -267,7 +283,7 @@ def passes(
     while row0 < T:
         if plan is None and (causal or sizes is None):
             seen = min(S, row0 + MOST_CHUNK_ROWS) if causal else S
-            sizes = Plan.default(T, seen, H, D, top_k, dtype, device)
+            sizes = Plan.default(T, seen, H, D, top_k, dtype, device, consumers=consumers)
         assert sizes is not None
         rows = min(sizes.row_chunk, T - row0)
         yield Pass(row0, rows, min(S, row0 + rows) if causal else S, sizes)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .hopper import launch_hopper_scan
 from .plan import Plan, ceil_div
 from .problem import Problem
 from .score import key_scale, load_keys_transposed, tile_scores, tile_window
@@ -101,6 +102,9 @@ def launch_scan(
 
     key0 is a multiple of plan.tile_keys; scan_hi and threshold are the chunk's, [R].
     """
+    if plan.consumers:
+        launch_hopper_scan(problem, scan_hi, threshold, bitmap, row0, key0, key1, plan)
+        return
     R, words = bitmap.shape
     segment = plan.segment_keys(R, key1 - key0)
     _scan_kernel[(ceil_div(R, plan.tile_rows), ceil_div(key1 - key0, segment))](

@@ -22,7 +22,7 @@ from .op import Work
 from .timing import FLUSH_BYTES
 
 MEASURED_SOURCES = ("attention", "baselines", "hytopk", "indexer", "layer", "profiling", "replay")
-SPIN_CYCLES = 1_000_000  # half a millisecond: longer than the host needs to enqueue any op measured here
+SPIN_CYCLES = 3_000_000  # some 1.6 ms: longer than the host needs to enqueue any op measured here
 LEAST_SAMPLES, MOST_SAMPLES = 15, 60
 STEADY = 0.004  # standard error of the median, over the median, at which sampling stops
 ASK_S = 2.0  # between two calls of nvidia-smi

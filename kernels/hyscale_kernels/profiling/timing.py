@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 FLUSH_BYTES = 256 * 2**20
-SPIN_CYCLES = 400_000  # some 0.2 ms: longer than the host needs to enqueue a dozen kernels
+SPIN_CYCLES = 3_000_000  # some 1.6 ms: longer than the host needs to enqueue two dozen kernels
 
 
 @dataclass(frozen=True, slots=True)

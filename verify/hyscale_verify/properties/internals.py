@@ -52,6 +52,7 @@ def _tight(trial: Trial) -> InternalSizes:
         row_tiles=4,
         key_tiles=64 if cuda else 8,
         repair_splits=64 if cuda else 2,
+        consumers=3 if cuda else 0,
     )
 
 

@@ -65,13 +65,14 @@ CPU = Space(
         "key_tiles": (8, 1, 2),
         "repair_splits": (4, 1, 2),
         "table_keys": (0, 260, 100),
+        "consumers": (0,),
     },
 )
 
 CUDA = Space(
     dtypes=("bf16", "fp16", "fp8"),
     heads=(2, 32),
-    dims=(16, 128),
+    dims=(16, 64, 128),
     odd_dims=(72,),
     top_k=(1, 3, 64, 200),
     most_rows=150,
@@ -90,5 +91,6 @@ CUDA = Space(
         "key_tiles": (64, 1, 7),
         "repair_splits": (64,),
         "table_keys": (0, 6000, 3000),
+        "consumers": (3, 0, 2),
     },
 )

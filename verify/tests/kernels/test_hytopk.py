@@ -153,6 +153,7 @@ def test_chunks_cover_all_rows_and_keys_evenly() -> None:
         ({"warps": 0}, "plan.warps is 0; it must be at least 1"),
         ({"registers": -1}, "plan.registers is -1; it must be at least 0"),
         ({"repair_splits": 3}, "plan.repair_splits is 3; it must be a power of two"),
+        ({"consumers": 1}, "plan.consumers is 1; it must be 0, 2 or 3"),
     ],
 )
 def test_a_plan_that_cannot_run_names_the_size(change: dict[str, int], message: str) -> None:
@@ -164,7 +165,7 @@ def test_a_plan_that_cannot_run_names_the_size(change: dict[str, int], message: 
 def test_a_plan_survives_the_operator_boundary() -> None:
     plan = Plan.default(10, 300, 4, 16, 5, torch.float32, "cpu")
     assert Plan.from_ints(plan.as_ints()) == plan
-    with pytest.raises(ValueError, match="a plan has 14 sizes, got 2"):
+    with pytest.raises(ValueError, match="a plan has 15 sizes, got 2"):
         Plan.from_ints([1, 2])
 
 

@@ -1,0 +1,121 @@
+"""Hopper's scan without a Hopper GPU: it compiles for one, says when it cannot run, and fills its waves."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hyscale_kernels.hytopk import Plan, hytopk
+from hyscale_kernels.hytopk.hopper import _segment, obstacle
+
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from hyscale_kernels.hytopk.hopper import BS, BT, REGISTERS, _hopper_kernel
+
+name, consumers, sides = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+element = {"fp8e4nv": gl.float8e4nv, "bf16": gl.bfloat16, "fp16": gl.float16}[name]
+chosen = dict(HAS_SCALE=name == "fp8e4nv", H=32, D=128, SIDES=sides, CONSUMERS=consumers,
+              REGISTERS=REGISTERS[consumers])
+kinds = {}
+for argument in _hopper_kernel.arg_names:
+    if argument in chosen:
+        kinds[argument] = "constexpr"
+    elif argument in ("q_rows", "k_rows"):
+        block = [BT.value if argument == "q_rows" else BS.value, 128]
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        kinds[argument] = f"tensordesc<{name}{block},{layout!r}>"
+    elif argument.endswith("_ptr"):
+        kinds[argument] = "*i32" if argument[:2] in ("lo", "sc", "bi") else "*fp32"
+    else:
+        kinds[argument] = "i32"
+places = {(_hopper_kernel.arg_names.index(name),): value for name, value in chosen.items()}
+compiled = compile(
+    GluonASTSource(_hopper_kernel, kinds, places), GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+)
+print(compiled.metadata.shared, "wgmma.mma_async" in compiled.asm["ptx"])
+"""
+SHARED_MEMORY = 227 * 1024  # of one program on an H100 or H200
+
+
+@pytest.mark.parametrize(("dtype", "consumers", "sides"), [("fp8e4nv", 3, 2), ("bf16", 3, 1), ("bf16", 2, 1)])
+def test_it_compiles_for_sm_90_and_fits(
+    dtype: str, consumers: int, sides: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, dtype, str(consumers), str(sides)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared, tensor_cores = done.stdout.splitlines()[-1].split()
+    assert int(shared) <= SHARED_MEMORY
+    assert tensor_cores == "True"
+
+
+def test_a_plan_for_it_is_refused_where_it_cannot_run() -> None:
+    q, k, w = torch.zeros(2, 4, 16), torch.zeros(300, 16), torch.zeros(2, 4)
+    assert "compute capability 9.0" in str(obstacle(q, k))
+    plan = replace(Plan.default(2, 300, 4, 16, 5, torch.float32, "cpu"), consumers=3)
+    with pytest.raises(
+        ValueError, match=r"plan\.consumers is 3, but Hopper's scan cannot run here: it needs"
+    ):
+        hytopk(q, k, w, 5, end=torch.full((2,), 300, dtype=torch.int32), plan=plan)
+
+
+class Shaped:
+    """What ``obstacle`` looks at, of a tensor that no machine without a GPU can hold."""
+
+    def __init__(self, *shape: int, stride: tuple[int, ...], itemsize: int = 1, address: int = 0) -> None:
+        self.shape, self._stride, self._itemsize, self._address = shape, stride, itemsize, address
+        self.device = torch.device("cuda")
+
+    def stride(self, axis: int | None = None) -> Any:
+        return self._stride if axis is None else self._stride[axis]
+
+    def element_size(self) -> int:
+        return self._itemsize
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "why"),
+    [
+        (Shaped(8, 32, 128, stride=(4096, 128, 1)), Shaped(9, 128, stride=(128, 1)), None),
+        (
+            Shaped(8, 32, 128, stride=(8192, 256, 2), itemsize=2),
+            Shaped(9, 128, stride=(128, 1)),
+            "side by side",
+        ),
+        (Shaped(8, 31, 128, stride=(3968, 128, 1)), Shaped(9, 128, stride=(128, 1)), "heads in pairs"),
+        (Shaped(8, 32, 72, stride=(2304, 72, 1)), Shaped(9, 72, stride=(72, 1)), "64, 128 or 256 bytes"),
+        (Shaped(8, 32, 128, stride=(4100, 128, 1)), Shaped(9, 128, stride=(128, 1)), "rows of q must start"),
+        (Shaped(8, 32, 128, stride=(4096, 128, 1)), Shaped(9, 128, stride=(128, 1), address=8), "rows of k"),
+    ],
+)
+def test_the_obstacle_is_named(q: Any, k: Any, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = obstacle(q, k)
+    assert found is None if why is None else why in str(found)
+
+
+@pytest.mark.parametrize("multiprocessors", [78, 132])
+@pytest.mark.parametrize(
+    ("row_tiles", "keys"), [(64, 65_536), (64, 100_000), (64, 20_480), (32, 2**20), (1, 2**20), (1, 300)]
+)
+def test_segments_fill_the_device(row_tiles: int, keys: int, multiprocessors: int) -> None:
+    plan = replace(Plan.default(4096, keys, 32, 128, 2048, torch.bfloat16, "cuda"), consumers=3)
+    segment = _segment(row_tiles, keys, plan, multiprocessors)
+    assert segment % 384 == 0
+    programs = row_tiles * -(-keys // segment)
+    waves = -(-programs // multiprocessors)
+    if keys >= 20_000:
+        assert waves * segment * multiprocessors <= 1.12 * row_tiles * keys
