@@ -39,7 +39,6 @@ class Assumed(Description):
     """Fraction of its own roofline that an unmeasured op reaches, and how far that may be off."""
 
     op: str
-    ops: Several[str] = ()
     fraction: Share
     uncertainty: Share
     source: str
@@ -77,7 +76,7 @@ class Calibration(Description):
 
     def assumption(self, op: str) -> Assumed | None:
         """What is assumed of an op, if anything."""
-        return next((a for a in self.assumed if op == a.op or op in a.ops), None)
+        return next((item for item in self.assumed if item.op == op), None)
 
 
 @cache

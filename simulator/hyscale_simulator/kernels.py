@@ -23,6 +23,9 @@ GEMM_TILE = 128
 """Rows to which each group of a grouped product is padded."""
 
 
+SAMPLED = 8192
+"""Keys that HyTopK samples for a row's threshold, in sequences of a million tokens."""
+
 CANDIDATES = 2.07
 """Keys that HyTopK rescores for each that it selects: 4,240 for 2,048 (benchmarks/NOTES.md)."""
 
@@ -233,26 +236,13 @@ def _indexer_loss(s: dict[str, int], dtype: str) -> Cost:
     return Cost(scores.tensor_flops, scores.vector_slots + 16.0 * pairs, scores.bytes + 8.0 * pairs)
 
 
-def sampled_keys(keys: int, top_k: int) -> int:
-    """Keys that HyTopK samples for a row's threshold: the power of two from 512 to 32,768 that costs least,
-    a candidate it lets through costing as much as four samples (hyscale_kernels/hytopk/plan.py)."""
-
-    def cost(samples: int) -> float:
-        expected = top_k * samples / keys
-        rank = int(expected + 4.5 * math.sqrt(expected) + 6.75) + 1
-        rank += rank // 16
-        return samples + 4 * (keys if rank >= samples else keys * rank / (samples + 1))
-
-    top_k, keys = max(top_k, 1), max(keys, 1)
-    return min([1 << i for i in range(9, 16)], key=cost)
-
-
 def _threshold(s: dict[str, int], dtype: str) -> Cost:
     """HyTopK's estimate of each row's threshold: scores against a strided sample of keys.
 
-    Where the shape names no top_k, GLM-5.1's is meant.
+    How many depends on the length and on the kernel's plan, which changes at times.  So that measurements
+    stay comparable with calls, one number is counted, and the rest is utilisation.
     """
-    return _index_scores({**s, "keys": sampled_keys(s["keys"], s.get("top_k", 2048))}, dtype)
+    return _index_scores({**s, "keys": min(s["keys"], SAMPLED)}, dtype)
 
 
 def _finish(s: dict[str, int], dtype: str) -> Cost:

@@ -7,8 +7,8 @@ from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import Kernel
 
-TILES = ((128, 256, 1.0), (128, 128, 1.04), (64, 128, 1.15), (64, 64, 1.4))
-"""Rows and columns a thread block of a GEMM may have, and what a smaller one costs in operand reuse."""
+TILES = ((128, 256), (128, 128))
+"""Rows and columns of a thread block's part of a product: the large tiles of CUTLASS on Hopper."""
 
 __all__ = ["floor_us", "project_us", "terms_us"]
 
@@ -50,8 +50,8 @@ def last_wave(call: Kernel, gpu: Gpu) -> float:
     if not m * n:
         return 1.0
     return min(
-        math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / gpu.sms) * gpu.sms * rows * columns * price
-        for rows, columns, price in TILES
+        math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / gpu.sms) * gpu.sms * rows * columns
+        for rows, columns in TILES
     ) / (m * n)
 
 

@@ -4,11 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyscale_simulator.kernels import OPS, Kernel, kernel, record_bits, sampled_keys
+from hyscale_simulator.kernels import OPS, Kernel, kernel, record_bits
 from hyscale_simulator.measured_steps import DEEPGEMM_TABLE_BYTES
 
 
@@ -176,15 +175,6 @@ def test_fp32_scoring_runs_on_cuda_cores() -> None:
 )
 def test_bits_of_a_packed_index(top_k: int, keys: int, bits: float) -> None:
     assert record_bits(top_k, keys) == pytest.approx(bits)
-
-
-def test_hytopk_samples_as_many_keys_as_its_plan() -> None:
-    from hyscale_kernels.hytopk.plan import Plan
-
-    for keys in (4096, 16384, 65536, 131072, 262144, 1 << 20, 1 << 22):
-        for top_k in (512, 2048, 8192):
-            plan = Plan.default(1024, keys, 32, 128, top_k, torch.bfloat16, "cuda")
-            assert sampled_keys(keys, top_k) == plan.samples, (keys, top_k)
 
 
 def test_bad_kernels_are_refused() -> None:
