@@ -110,7 +110,8 @@ class HyTopK:
 
     def select(self, case: Case, inputs: Tensors | None = None, **options: Any) -> Result:
         inputs = inputs or case.tensors(self.device)
-        options.setdefault("plan", self.plan(case))
+        if "plan" not in options:
+            options["plan"] = self.plan(case)
         selection = self.api.hytopk(inputs.q, inputs.k, inputs.w, inputs.top_k, **inputs.keywords, **options)
         return result_of(selection)
 

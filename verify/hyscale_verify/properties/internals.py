@@ -247,12 +247,12 @@ def no_score_table(trial: Trial) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = trial.select(inputs=inputs)
+        result = trial.select(inputs=inputs, plan=plan)
         peak = torch.cuda.max_memory_allocated() - before
         slack = 16 * 512  # the caching allocator rounds every tensor up to 512 bytes
     else:
         with watched_allocations() as seen:
-            result = trial.select(inputs=inputs)
+            result = trial.select(inputs=inputs, plan=plan)
         peak, slack = seen.peak, 0
     outputs = sum(each.nbytes for each in _outputs(result))
     if peak > outputs + stated + slack:
