@@ -175,6 +175,27 @@ MUTANTS: tuple[Mutant, ...] = (
         LIFE,
     ),
     _tape(
+        "inputs_not_noted",
+        '        facts |= {"dtype": q.dtype, "heads": H, "head size": D}\n',
+        "",
+        "a tape replays a record to another dtype, other heads or another head size",
+        LIFE,
+    ),
+    _tape(
+        "loaded_over_a_record",
+        "        if layer in self._entries:\n            raise self._error(\n",
+        "        if self._runs:\n            raise self._error(\n",
+        "a loaded record takes the place of one that waits for its backward pass",
+        LIFE,
+    ),
+    _tape(
+        "nothing_fetched_ahead",
+        "            self._fetch_ahead(source)\n",
+        "",
+        "offloaded records come back when they are asked for, and the recomputation waits",
+        LIFE,
+    ),
+    _tape(
         "leftovers_forgotten",
         '        if left:\n            raise ReplayError(\n                f"records are left',
         '        if not frames:\n            raise ReplayError(\n                f"records are left',

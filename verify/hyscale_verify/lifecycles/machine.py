@@ -10,6 +10,7 @@ Shape letters: T queries, S keys, H indexer heads, D indexer head size, K = top_
 import importlib
 import io
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,19 @@ from hyscale_verify.properties.base import FalsifiedError
 
 T, S, H, D, K = 3, 12, 1, 16, 4
 MICROBATCHES, LAYERS, PROBLEMS = (0, 1, 2), (0, 1, 2), 4
+INPUTS = ("dtype", "heads", "head size")  # unknown of a loaded record, and not named by reuse
+MISUSES = (
+    "top_k",
+    "rows",
+    "keys",
+    "start",
+    "end",
+    "undeclared",
+    "no run",
+    "read again",
+    "new frame",
+    *INPUTS,
+)
 
 
 class _InterruptedError(Exception):
@@ -56,13 +70,14 @@ class Problem:
 
 @dataclass
 class Known:
-    """What the model knows of a record."""
+    """What the model knows of a record; ``near``: whether it is on its device, ``loaded``: from elsewhere."""
 
     problem: int
     nbytes: int
     consumers: list[int]
+    near: bool
+    loaded: bool = False
     replayed: list[int] = field(default_factory=list)
-    fetched: bool = False
 
     @property
     def waiting(self) -> list[int]:
@@ -89,6 +104,18 @@ class Kit:
             end = torch.tensor([S, S - number, 4], dtype=torch.int32, device=device)
             chosen = self.hytopk(q, k, w, K, start=start, end=end).indices
             self.problems.append(Problem(q, k, w, start, end, chosen))
+        self.streams: list[Any] = []
+        if device != "cpu":
+            torch.cuda.synchronize()
+            self.streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(2))]  # type: ignore[no-untyped-call]
+
+
+def _tried_again(call: Callable[[], Any]) -> Any:
+    """``call()``, once more if it was interrupted."""
+    try:
+        return call()
+    except _InterruptedError:
+        return call()
 
 
 def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
@@ -103,7 +130,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
 
         @initialize(offload=st.booleans(), prefetch=st.integers(0, 2))
         def start(self, offload: bool, prefetch: int) -> None:
-            self.offload = offload
+            self.offload, self.prefetch = offload, prefetch
             self.tape = replay.SelectionTape(offload=offload, prefetch=prefetch)
             self.frames: dict[int, Any] = {}
             self.model: dict[tuple[int, int], Known] = {}
@@ -114,7 +141,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
         @rule(microbatch=microbatches, layer=st.just(0), problem=problems, others=sharing)
         def forward(self, microbatch: int, layer: int, problem: int, others: tuple[int, ...]) -> None:
             """A forward pass of one layer, whose selection the layers in ``others`` read as well."""
-            if (microbatch, layer) in self.model:
+            if self._taken(microbatch, layer):
                 return
             frame = self._frame(microbatch)
             with frame.recording():
@@ -123,27 +150,46 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                     self._same(self._reuse(frame, other, layer, problem), problem, "read by another layer")
             self._know(microbatch, layer, problem, [layer, *others])
 
-        @rule(microbatch=microbatches, layer=st.sampled_from((1, 2)), problem=problems)
-        def forward_of_a_later_layer(self, microbatch: int, layer: int, problem: int) -> None:
-            if (microbatch, layer) in self.model:
-                return
-            frame = self._frame(microbatch)
-            with frame.recording():
-                self._same(self._select(frame, layer, problem), problem, "recorded")
-            self._know(microbatch, layer, problem, [layer])
+        @rule(
+            microbatch=microbatches,
+            chosen=st.sampled_from(((1,), (2,), (1, 2), (2, 1))),
+            problem=problems,
+        )
+        def forward_of_later_layers(self, microbatch: int, chosen: tuple[int, ...], problem: int) -> None:
+            for layer in chosen:
+                if self._taken(microbatch, layer):
+                    continue
+                frame = self._frame(microbatch)
+                with frame.recording():
+                    self._same(self._select(frame, layer, problem), problem, "recorded")
+                self._know(microbatch, layer, problem, [layer])
 
         @precondition(lambda self: any(each.waiting for each in self.model.values()))
-        @rule(data=st.data())
-        def backward(self, data: st.DataObject) -> None:
-            """The recomputation of one consumer of any record of any microbatch."""
-            (microbatch, layer), consumer = self._draw_waiting(data)
-            self._replay(microbatch, layer, consumer, "replayed")
+        @rule(data=st.data(), misuses=st.lists(st.sampled_from(MISUSES), min_size=1, max_size=3))
+        def backward(self, data: st.DataObject, misuses: list[str]) -> None:
+            """Recomputations of consumers of any records, each after a misuse of the same record."""
+            for what in misuses:
+                if not any(known.waiting for known in self.model.values()):
+                    return
+                (microbatch, layer), consumer = self._draw_waiting(data)
+                if what not in INPUTS or (consumer == layer and not self.model[microbatch, layer].loaded):
+                    self._misused(microbatch, layer, consumer, what)
+                if (microbatch, layer) not in self.model:
+                    return  # the step was ended to learn what the device found
+                self._replay(microbatch, layer, consumer, "replayed")
+                self._accounted()
 
-        @rule(microbatch=microbatches, problem=problems, reentrant=st.booleans(), inner=st.booleans())
-        def region(self, microbatch: int, problem: int, reentrant: bool, inner: bool) -> None:
-            """A region through PyTorch's checkpoint, perhaps with another around it: recorded and
-            replayed."""
-            if (microbatch, 0) in self.model:
+        @rule(
+            microbatch=microbatches,
+            problem=problems,
+            reentrant=st.booleans(),
+            inner=st.booleans(),
+            failing=st.sampled_from((0, 0, 1, 2, 3)),
+        )
+        def region(self, microbatch: int, problem: int, reentrant: bool, inner: bool, failing: int) -> None:
+            """A region through PyTorch's checkpoint, perhaps with another around it: recorded, replayed, and
+            refused to a second backward pass. The run of number ``failing`` raises, and is tried again."""
+            if self._taken(microbatch, 0):
                 return
             frame = self._frame(microbatch)
             x = torch.ones(2, device=kit.device, requires_grad=True)
@@ -152,6 +198,8 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
             def body(x: torch.Tensor) -> torch.Tensor:
                 indices = self._select(frame, 0, problem).indices
                 seen.append(indices)
+                if len(seen) == failing:
+                    raise _InterruptedError
                 product: torch.Tensor = x.sin() * indices.sum()
                 return product
 
@@ -159,12 +207,26 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                 inside: torch.Tensor = checkpoint(frame.region(body), x, use_reentrant=reentrant)
                 return inside.cos()
 
-            out = (
-                checkpoint(frame.region(checkpointed), x, use_reentrant=reentrant)
-                if inner
-                else checkpointed(x)
-            )
-            out.sum().backward()
+            def forward() -> torch.Tensor:
+                if not inner:
+                    return checkpointed(x)
+                outside: torch.Tensor = checkpoint(frame.region(checkpointed), x, use_reentrant=reentrant)
+                return outside
+
+            def backward() -> None:
+                loss.backward(retain_graph=True)
+
+            loss = _tried_again(forward).sum()
+            if inner and failing == 3:
+                # The region around it has been replayed by then, and is not again.
+                with suppress(_InterruptedError):
+                    backward()
+                self._know(microbatch, 0, problem, [0])
+                self._fetched(microbatch, 0)
+                self._refused(backward, "replayed around a region that failed", None, microbatch)
+                return
+            _tried_again(backward)
+            self._fetched(microbatch, 0)
             for indices in seen:
                 if not torch.equal(indices, kit.problems[problem].indices):
                     raise FalsifiedError(f"a region saw {indices.tolist()} in one of its runs")
@@ -172,6 +234,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                 raise FalsifiedError("the region was not recomputed")
             self._know(microbatch, 0, problem, [0])
             self.model[microbatch, 0].replayed.append(0)
+            self._refused(loss.backward, "a second backward pass", None, microbatch)
 
         @precondition(lambda self: any(each.waiting for each in self.model.values()))
         @rule(data=st.data(), on_disk=st.booleans())
@@ -179,7 +242,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
             """Take a record out, by way of a file or not."""
             (microbatch, layer), _ = self._draw_waiting(data)
             record = self.frames[microbatch].export(layer)
-            self.model[microbatch, layer].fetched = True
+            self.model[microbatch, layer].near = True
             if on_disk:
                 file = io.BytesIO()
                 torch.save(record.state_dict(), file)
@@ -190,17 +253,18 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: self.exported)
         @rule(microbatch=microbatches, layer=layers)
         def load(self, microbatch: int, layer: int) -> None:
-            """Give a layer a record from elsewhere, and run its forward pass over it."""
-            if (microbatch, layer) in self.model:
-                return
+            """Give a layer a record from elsewhere, and run its forward pass over it; never a second one."""
             problem, record = self.exported.pop()
             frame = self._frame(microbatch)
+            if (microbatch, layer) in self.model:
+                self._refused(lambda: frame.load(layer, record), "loaded over a record", layer, microbatch)
+                return
             frame.load(layer, record)
             with frame.recording():
                 self._same(
                     self._select(frame, layer, problem, blind=True), problem, "read from a loaded record"
                 )
-            self._know(microbatch, layer, problem, [layer])
+            self._know(microbatch, layer, problem, [layer], loaded=True)
 
         @rule(problem=problems, seed=st.integers(0, 2**16), local=st.booleans())
         def bring_in(self, problem: int, seed: int, local: bool) -> None:
@@ -218,7 +282,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
         @rule(microbatch=microbatches, layer=layers, problem=problems)
         def forward_that_fails(self, microbatch: int, layer: int, problem: int) -> None:
             """An exception after the selection: nothing is recorded, and the pass can be tried again."""
-            if (microbatch, layer) in self.model:
+            if self._taken(microbatch, layer):
                 return
             frame = self._frame(microbatch)
             try:
@@ -242,10 +306,11 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                     raise _InterruptedError
             except _InterruptedError:
                 pass
-            known.fetched = True
+            self._fetched(microbatch, layer)
             if again:
                 self._replay(microbatch, layer, consumer, "replayed after a failure")
 
+        @precondition(lambda self: len(self.model) > 1)
         @rule(microbatch=microbatches)
         def discard(self, microbatch: int) -> None:
             if microbatch not in self.frames:
@@ -281,71 +346,7 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                     microbatch,
                 )
 
-        @precondition(lambda self: self.model)
-        @rule(data=st.data())
-        def record_twice(self, data: st.DataObject) -> None:
-            microbatch, layer = data.draw(st.sampled_from(sorted(self.model)))
-            frame, known = self.frames[microbatch], self.model[microbatch, layer]
-            with frame.recording():
-                self._refused(
-                    lambda: self._select(frame, layer, known.problem), "recorded twice", layer, microbatch
-                )
-
-        @precondition(lambda self: any(each.waiting for each in self.model.values()))
-        @rule(
-            data=st.data(),
-            what=st.sampled_from(("top_k", "rows", "keys", "start", "end", "undeclared", "no run")),
-        )
-        def replay_of_something_else(self, data: st.DataObject, what: str) -> None:
-            """Other sizes, other windows, a layer that was not declared, or no run at all."""
-            (microbatch, layer), consumer = self._draw_waiting(data)
-            frame, known = self.frames[microbatch], self.model[microbatch, layer]
-            p = kit.problems[known.problem]
-            sizes = {"num_rows": T, "num_keys": S, "top_k": K}
-            windows = {name: value.clone() for name, value in p.windows.items()}
-            if what == "top_k":
-                sizes["top_k"] = K + 1
-            elif what == "rows":
-                sizes["num_rows"] = T - 1
-                windows = {name: value[:-1].clone() for name, value in windows.items()}
-            elif what == "keys":
-                sizes["num_keys"] = S + 1
-            elif what in windows:
-                windows[what][2] += 1
-            elif what == "undeclared":
-                consumer = 9
-
-            def call() -> Any:
-                if consumer == layer:
-                    q = p.q[: sizes["num_rows"]]
-                    k = torch.cat([p.k, p.k])[: sizes["num_keys"]]
-                    w = p.w[: sizes["num_rows"]]
-                    return frame.select(layer, q, k, w, sizes["top_k"], **windows)
-                return frame.reuse(consumer, layer, **sizes, **windows)
-
-            if what == "no run":
-                self._refused(call, "replayed outside a run", consumer, microbatch)
-            elif what in windows and kit.device != "cpu":
-                # A device cannot raise in the middle of a step: the end of the step says so.
-                with frame.replaying():
-                    call()
-                for each in list(self.frames):
-                    self.tape.discard(each)
-                self._refused(self.tape.finish, f"replayed with other {what}", consumer, microbatch)
-                self.frames.clear()
-                self.model.clear()
-            else:
-                with frame.replaying():
-                    self._refused(call, f"replayed with other {what}", consumer, microbatch)
-            known.fetched = known.fetched or what in windows
-
-        @precondition(lambda self: any(each.waiting for each in self.model.values()))
-        @rule(data=st.data())
-        def fresh_frame_too_early(self, data: st.DataObject) -> None:
-            """A second frame for a microbatch whose backward pass is still to come."""
-            (microbatch, _), _ = self._draw_waiting(data)
-            self._refused(lambda: self.tape.frame(microbatch), "opened again", None, microbatch)
-
+        @precondition(lambda self: len(self.model) > 2)
         @rule()
         def finish(self) -> None:
             """End the step: an error if and only if something is left; the tape is empty afterwards."""
@@ -357,25 +358,33 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
             self.frames.clear()
             self.model.clear()
 
+        @precondition(lambda self: bool(kit.streams))
+        @rule(data=st.data())
+        def switch_stream(self, data: st.DataObject) -> None:
+            """What follows runs on another stream of the device."""
+            torch.cuda.set_stream(data.draw(st.sampled_from(kit.streams)))
+
         # Always
 
         @invariant()
         def bytes_are_accounted(self) -> None:
-            """Held bytes are those of the records that wait, where they should be."""
-            if not hasattr(self, "tape"):
-                return
-            total = sum(known.nbytes for known in self.model.values() if known.waiting)
+            """Held bytes are those of the records that wait, each where it should be."""
+            if hasattr(self, "tape"):
+                self._accounted()
+
+        def _accounted(self) -> None:
+            waiting = [known for known in self.model.values() if known.waiting]
+            device = sum(known.nbytes for known in waiting if known.near)
+            host = sum(known.nbytes for known in waiting) if self.offload else 0
             held = self.tape.held
-            if not self.offload and (held.device, held.host) != (total, 0):
+            if (held.device, held.host) != (device, host):
                 raise FalsifiedError(
-                    f"{held} is held; the records that wait have {total} bytes, on the device"
+                    f"{held} is held, not {device} bytes on the device and {host} on the host"
                 )
-            if self.offload and held.host != total:
-                raise FalsifiedError(f"{held} is held; the records that wait have {total} bytes, on the host")
-            if self.offload and held.device > total:
-                raise FalsifiedError(f"{held} is held; only {total} bytes wait")
 
         def teardown(self) -> None:
+            if kit.streams:
+                torch.cuda.set_stream(kit.streams[0])
             if not hasattr(self, "tape"):
                 return
             for microbatch in list(self.frames):
@@ -408,22 +417,93 @@ def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:
                 return self._select(frame, layer, problem, blind=True)
             return self._reuse(frame, consumer, layer, problem)
 
+        def _taken(self, microbatch: int, layer: int) -> bool:
+            """Whether ``layer`` is recorded; a frame with nothing left to replay gives way to a new one."""
+            known = [each for (of, _), each in self.model.items() if of == microbatch]
+            if known and not any(each.waiting for each in known):
+                self._forget(microbatch)
+            return (microbatch, layer) in self.model
+
+        def _misused(self, microbatch: int, layer: int, consumer: int, what: str) -> None:
+            """A replay that differs in ``what`` is refused, and changes nothing."""
+            frame, known = self.frames[microbatch], self.model[microbatch, layer]
+            p = kit.problems[known.problem]
+            sizes = {"num_rows": T, "num_keys": S, "top_k": K}
+            windows = {name: value.clone() for name, value in p.windows.items()}
+            if what == "top_k":
+                sizes["top_k"] = K + 1
+            elif what == "rows":
+                sizes["num_rows"] = T - 1
+                windows = {name: value[:-1].clone() for name, value in windows.items()}
+            elif what == "keys":
+                sizes["num_keys"] = S + 1
+            elif what in windows:
+                windows[what][2] += 1
+            elif what == "undeclared":
+                consumer = 9
+
+            def call() -> Any:
+                if consumer == layer:
+                    q = p.q[: sizes["num_rows"]]
+                    k = torch.cat([p.k, p.k])[: sizes["num_keys"]]
+                    w = p.w[: sizes["num_rows"]]
+                    if what == "dtype":
+                        q, k = q.half(), k.half()
+                    elif what == "heads":
+                        q, w = torch.cat([q, q], dim=1), torch.cat([w, w], dim=1)
+                    elif what == "head size":
+                        q, k = q[..., :-1], k[:, :-1]
+                    return frame.select(layer, q, k, w, sizes["top_k"], **windows)
+                return frame.reuse(consumer, layer, **sizes, **windows)
+
+            if what == "no run":
+                self._refused(call, "replayed outside a run", consumer, microbatch)
+            elif what == "read again":
+                with frame.recording():
+                    self._refused(call, "read twice in the forward pass", consumer, microbatch)
+            elif what == "new frame":
+                self._refused(lambda: self.tape.frame(microbatch), "opened again", None, microbatch)
+            elif what in windows and kit.device != "cpu":
+                # A device cannot raise in the middle of a step: the end of the step says so.
+                with frame.replaying():
+                    call()
+                for each in list(self.frames):
+                    self.tape.discard(each)
+                self._refused(self.tape.finish, f"replayed with other {what}", consumer, microbatch)
+                self.frames.clear()
+                self.model.clear()
+            else:
+                with frame.replaying():
+                    self._refused(call, f"replayed with other {what}", consumer, microbatch)
+            known.near = known.near or what in windows
+
         def _replay(self, microbatch: int, layer: int, consumer: int, what: str) -> None:
             """The recomputation of ``consumer``, which must give the record and uses its share of it up."""
             known, frame = self.model[microbatch, layer], self.frames[microbatch]
             with frame.replaying():
                 got = self._consume(frame, consumer, layer, known.problem)
                 self._same(got, known.problem, f"{what} by {consumer}")
+            self._fetched(microbatch, layer)
             known.replayed.append(consumer)
+
+        def _fetched(self, microbatch: int, layer: int) -> None:
+            """A replay of ``layer`` has brought its record near, and those of the ``prefetch`` before it."""
+            names = [each for of, each in self.model if of == microbatch]
+            place = names.index(layer) if layer in names else len(names)
+            for each in names[max(0, place - self.prefetch) : place + 1]:
+                self.model[microbatch, each].near = True
 
         def _draw_waiting(self, data: st.DataObject) -> tuple[tuple[int, int], int]:
             places = [(place, each) for place, known in self.model.items() for each in known.waiting]
             drawn: tuple[tuple[int, int], int] = data.draw(st.sampled_from(sorted(places)), label="of")
             return drawn
 
-        def _know(self, microbatch: int, layer: int, problem: int, consumers: list[int]) -> None:
-            words = replay.record.RowLayout(S, K).words
-            self.model[microbatch, layer] = Known(problem, 4 * T * words + 16, consumers)
+        def _know(
+            self, microbatch: int, layer: int, problem: int, consumers: list[int], loaded: bool = False
+        ) -> None:
+            """A record that all its consumers have read: with offload it has left the device."""
+            nbytes = 4 * T * replay.record.RowLayout(S, K).words + 16
+            self.model[microbatch, layer] = Known(problem, nbytes, consumers, not self.offload, loaded)
 
         def _forget(self, microbatch: int) -> None:
             del self.frames[microbatch]

@@ -139,6 +139,22 @@ def test_compiles_without_a_graph_break_and_selects_once(
     assert len(launches) == LAYERS
 
 
+def test_nested_regions_compile_and_select_once(
+    device: str, weights: list[torch.Tensor], wanted: list[torch.Tensor], launches: list[int]
+) -> None:
+    x = start(device)
+
+    def whole(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return chain(x, list(weights), replay.checkpoint_with_replay, kept)
+
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return replay.checkpoint_with_replay(whole, x, *weights)
+
+    out = torch.compile(run, backend="aot_eager", fullgraph=True)(x, *weights)
+    assert same(gradients(out, x, weights), wanted)
+    assert len(launches) == LAYERS
+
+
 def test_recomputing_without_replay_is_an_error(device: str, weights: list[torch.Tensor]) -> None:
     out = checkpoint(layer, start(device), weights[0], kept, use_reentrant=False)
     with pytest.raises(replay.ReplayError, match=r"would select twice\. Checkpoint it"):
@@ -183,6 +199,46 @@ def test_windows_written_to_in_between_are_an_error(device: str) -> None:
     end[-1] -= 1  # another microbatch's windows in the same buffer
     with pytest.raises(replay.ReplayError, match="windows differ from those of the record"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q, k, w: (q.half(), k.half(), w, K), replay.ReplayError, "dtype, heads, head size or top_k"),
+        (lambda q, k, w: (q[:, :1], k, w[:, :1], K), replay.ReplayError, "dtype, heads, head size or top_k"),
+        (
+            lambda q, k, w: (q[..., :8], k[:, :8], w, K),
+            replay.ReplayError,
+            "dtype, heads, head size or top_k",
+        ),
+        (lambda q, k, w: (q, k, w, K + 1), ValueError, r"words has shape \[6, 4\]; for 6 keys and top_k 4"),
+        (lambda q, k, w: (q, k.repeat(40, 1), w, K), replay.ReplayError, "windows differ from those of"),
+        (lambda q, k, w: (q[:4], k, w[:4], K), ValueError, r"end has shape \[4\] on .*; it must be \[6\]"),
+    ],
+    ids=["dtype", "heads", "head size", "top_k", "keys", "rows"],
+)
+def test_other_arguments_in_the_recomputation_are_an_error_that_names_the_place(
+    device: str, change: Callable[..., Any], error: type[Exception], message: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    low = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k = (torch.randn(shape, generator=generator).to(device, low) for shape in [(T, H, D), (T, D)])
+    w = torch.ones(T, H, device=device)
+    runs = []
+    for arguments in ((q, k, w, K), change(q, k, w)):
+        end = torch.full((len(arguments[0]),), T, dtype=torch.int32, device=device)
+        runs.append((arguments, end))
+    left = iter(runs)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        arguments, end = next(left)
+        selection = replay.select(*arguments, end=end, validate=True, label="layer 3, microbatch 1")
+        return x.sin() * selection.count.sum()
+
+    out = replay.checkpoint_with_replay(region, torch.ones(1, device=device, requires_grad=True))
+    with pytest.raises(error, match=message) as caught:
+        out.backward()
+    assert any("layer 3, microbatch 1" in note for note in caught.value.__notes__)
 
 
 def test_unsupported_modes_are_refused(device: str, weights: list[torch.Tensor]) -> None:

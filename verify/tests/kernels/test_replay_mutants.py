@@ -21,8 +21,22 @@ def test_the_edit_fits_once_and_changes_something(mutant: Mutant) -> None:
     assert mutant.old != mutant.new
 
 
-@pytest.mark.parametrize("name", ["one_frame_for_all", "failed_forward_leaves_its_record"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_frame_for_all",
+        "record_survives_its_use",
+        "first_consumer_takes_all",
+        "failed_forward_leaves_its_record",
+        "failed_backward_uses_up",
+        "inputs_not_noted",
+        "leftovers_forgotten",
+        "preview_consumes",
+        "copy_on_the_device_kept",
+        "nothing_fetched_ahead",
+    ],
+)
 def test_the_machine_convicts(name: str, device: str) -> None:
     mutant = next(each for each in MUTANTS if each.name == name)
     with planted(mutant) as package, pytest.raises(FalsifiedError):
-        run_machine(package, device, seed=0)
+        run_machine(package, device, seed=0, examples=12)

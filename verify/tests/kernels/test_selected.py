@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyscale_kernels.hytopk import hytopk
 from hyscale_kernels.hytopk.api import NAMESPACE
 from hyscale_kernels.indexer import IndexerPlan, api, backward_workspace_bytes, indexer_loss, selected_scores
+from hyscale_kernels.profiling.additions import add_ones
+from hyscale_kernels.profiling.timing import peak_extra_bytes
 from hyscale_kernels.quantize import quantize
 from hyscale_ref.loss import selected_score_gradients
 from hyscale_ref.loss import selected_scores as reference_scores
@@ -189,16 +191,29 @@ def test_a_row_s_multiplier_scales_its_gradient(inputs: Inputs) -> None:
     assert torch.equal(two["w"].grad, one["w"].grad * factors[:, None])
 
 
-def test_nan_gradients_stay_visible_in_fixed_point(inputs: Inputs) -> None:
+@pytest.mark.parametrize("dk", ["atomic", "fixed_point"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF], ids=["quiet", "as a GPU makes it"])
+def test_nan_gradients_stay_visible(inputs: Inputs, dk: Any, bits: int) -> None:
     given = tracked(inputs)
     grad = torch.zeros(T, K, device=inputs["q"].device)
-    grad[3, 2] = torch.nan
+    grad.view(torch.int32)[3, 2] = bits
     with np.errstate(invalid="ignore"):
-        selected_scores(**given, dk="fixed_point").backward(grad)
+        selected_scores(**given, dk=dk).backward(grad)
     key = int(inputs["indices"][3, 2])
     assert given["k"].grad[key].isnan().all()
     others = [j for j in range(S) if j != key]
     assert not given["k"].grad[others].isnan().any()
+    for name in ("q", "w"):
+        assert given[name].grad[3].isnan().any()
+        assert not given[name].grad[:3].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_the_additions_alone_meet_every_key_once_a_row(inputs: Inputs, dtype: torch.dtype) -> None:
+    indices = inputs["indices"]
+    table = add_ones(indices, S, D, dtype)()
+    hits = torch.bincount(indices[indices >= 0], minlength=S)
+    assert torch.equal(table, hits[:, None].expand(S, D).to(dtype))
 
 
 @pytest.mark.parametrize("S", [1000, 2**20])
@@ -211,6 +226,23 @@ def test_workspace_is_within_the_contract(T: int, S: int) -> None:
     assert (
         backward_workspace_bytes(T, S, 32, 128, 2048, fixed_point=True) <= 4 * T * 2048 + 8 * S * 129 + bound
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fixed", [False, True], ids=["atomic", "fixed_point"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_a_backward_pass_allocates_what_is_stated(dtype: torch.dtype, fixed: bool) -> None:
+    rows, keys, heads, size, top_k = 256, 2**18, 32, 128, 512
+    q = torch.randn(rows, heads, size, device="cuda").to(dtype)
+    k = torch.randn(keys, size, device="cuda").to(dtype)
+    w, grad = torch.randn(rows, heads, device="cuda"), torch.randn(rows, top_k, device="cuda")
+    scale = torch.ones(keys, device="cuda") if dtype == torch.float8_e4m3fn else None
+    indices = torch.arange(0, keys, keys // top_k, dtype=torch.int32, device="cuda").repeat(rows, 1)
+    plan = IndexerPlan.default(keys, heads, size, "cuda").as_ints()
+    extra = peak_extra_bytes(lambda: api._backward(grad, q, k, w, indices, scale, True, fixed, plan))
+    stated = backward_workspace_bytes(rows, keys, heads, size, top_k, fixed_point=fixed)
+    assert extra <= stated + 8 * 2**20  # the allocator rounds
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -283,6 +315,7 @@ def test_float8_wants_the_sources_of_its_gradients(inputs: Inputs) -> None:
     [
         ({"keys": 48}, "plan.keys is 48; it must be a power of two"),
         ({"stages": 0}, "plan.stages is 0; it must be at least 1"),
+        ({"registers": -1}, "plan.registers is -1; it must be at least 0"),
     ],
 )
 def test_a_plan_that_cannot_run_names_the_size(change: dict[str, int], message: str) -> None:
