@@ -30,12 +30,23 @@ def test_parameters_are_counted_exactly(name: str, count: int) -> None:
     assert find(Model, "models", name).parameters == count
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("gpt-22b", 22), ("gpt-175b", 175), ("gpt-530b", 530), ("gpt-1t", 1008), ("gpt-145.6b", 145.6)],
-)
-def test_gpt_sizes_are_as_named(name: str, billions: float) -> None:
-    assert find(Model, "models", name).parameters / 1e9 == pytest.approx(billions, rel=4e-3)
+@pytest.mark.parametrize("name", [name for name in shipped("models") if name.startswith("gpt-")])
+def test_gpt_sizes_are_as_named_and_as_their_paper_counts(name: str) -> None:
+    """Narayanan et al. 2021, equation 2, 12 l h^2 (1 + 13/12h + (V + s)/12lh), and the last norm."""
+    model = find(Model, "models", name)
+    layers, h = model.layers, model.hidden
+    counted = 12 * layers * h**2 + 13 * layers * h + (model.vocabulary + model.learned_positions) * h
+    assert model.parameters == counted + 2 * h
+    size = name.removeprefix("gpt-")
+    billions = float(size[:-1]) * {"b": 1, "t": 1000}[size[-1]]
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_an_indexer_is_all_that_v3_2_adds_to_v3() -> None:
+    """61 times: queries from their latent, keys and their norm, head weights."""
+    indexer = 1536 * 64 * 128 + 7168 * 128 + 2 * 128 + 7168 * 64
+    after, before = (find(Model, "models", name).parameters for name in ("deepseek-v3.2", "deepseek-v3"))
+    assert after == before + 61 * indexer
 
 
 def test_index_sharing_saves_the_indexers_of_57_layers() -> None:

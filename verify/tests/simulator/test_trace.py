@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyscale_simulator.commands import simulate as simulate_command
 from hyscale_simulator.critical_path import stream_use
 from hyscale_simulator.engine import simulate
 from hyscale_simulator.graph import Graph, GraphBuilder, Timeline
@@ -131,6 +133,22 @@ def test_the_critical_path_is_a_track_without_gaps(graphs: Graphs, data: st.Data
     assert path[0][0] == 0
     assert path[-1][1] == timeline.makespan_ns
     assert [end for _, end, _ in path[:-1]] == [start for start, _, _ in path[1:]]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--layer", "40"], ["--set", "faults.jitter_fraction=0.05"]])
+def test_the_preset_s_trace_is_read_back_whole(arguments: list[str], tmp_path: Path) -> None:
+    """As the command writes it: every stage or stream a track, and the critical path as long as the step."""
+    path, record = tmp_path / "trace.json.gz", tmp_path / "step.json"
+    preset = ["--preset", "glm-5.1-1m-512xh20"]
+    assert simulate_command([*preset, *arguments, "--trace", str(path), "--json", str(record)]) == 0
+    parsed = parse(json.loads(gzip.decompress(path.read_bytes())))
+    on_path = parsed.spans["critical path", "tasks"]
+    if "--layer" in arguments:
+        assert {"compute", "network.context", "network.expert"} <= {thread for _, thread in parsed.spans}
+    else:
+        assert {f"stage{stage}" for stage in range(8)} <= {process for process, _ in parsed.spans}
+        assert on_path[-1][1] == round(json.loads(record.read_text())["step_time_s"] * 1e9)
+    assert [end for _, end, _ in on_path[:-1]] == [start for start, _, _ in on_path[1:]]
 
 
 def test_streams_become_threads_of_their_process() -> None:
