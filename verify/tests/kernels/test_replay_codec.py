@@ -140,6 +140,29 @@ def test_a_corrupt_record_names_its_first_row(
         decode_record(PackedSelection(words, record.fingerprint, S, K), **windows, validate=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"end": torch.ones(S, dtype=torch.int64)}, TypeError, "end is torch.int64; allowed: torch.int32"),
+        (
+            {"start": torch.ones(3, dtype=torch.int32)},
+            ValueError,
+            r"start has shape \[3\] on .*; it must be \[40\]",
+        ),
+    ],
+)
+def test_windows_that_cannot_be_the_record_s_are_refused(
+    record: PackedSelection,
+    windows: dict[str, torch.Tensor],
+    change: dict[str, Any],
+    error: Any,
+    message: str,
+) -> None:
+    moved = {name: value.to(record.words.device) for name, value in change.items()}
+    with pytest.raises(error, match=message):
+        decode_record(record, **(windows | moved))
+
+
 @pytest.mark.parametrize("bound", ["start", "end"])
 def test_changed_windows_are_an_error(
     record: PackedSelection, windows: dict[str, torch.Tensor], bound: str

@@ -1,12 +1,15 @@
 """The recorded GPU evidence of replay: of these sources, and what it says."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 from hyscale_kernels.provenance import source_hash
 
-RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "race_replay.jsonl"
+ROOT = Path(__file__).parents[3]
+RECORDS = ROOT / "benchmarks" / "results" / "race_replay.jsonl"
+README = ROOT / "kernels" / "hyscale_kernels" / "replay" / "README.md"
 
 
 def records() -> list[dict[str, Any]]:
@@ -26,11 +29,30 @@ def test_every_claim_but_a_time_holds() -> None:
     assert all(record["holds"] for record in claims)
 
 
-def test_bf16_meets_its_times() -> None:
+def test_the_readme_s_table_is_the_record() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| call | bf16 | fp8 |"))
+    rest = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in rest]
+    times = {(record["call"], record["dtype"]): record for record in records() if record["claim"] == "time"}
+    assert len(rows) == 5
+    for call, bf16, fp8, target, _ in rows:
+        for dtype, printed in (("bf16", bf16), ("fp8", fp8)):
+            if printed:
+                assert f"{times[call, dtype]['median_ms']:.2f}" == printed, (call, dtype)
+        assert times[call, "bf16"]["target_ms"] == float(target)
+
+
+def test_every_time_meets_its_target_and_stands_beside_its_floors() -> None:
     timed = {
-        record["call"]: record
+        (record["dtype"], record["call"]): record
         for record in records()
-        if record["claim"] == "time" and record["dtype"] == "bf16" and "target_ms" in record
+        if record["claim"] == "time" and "target_ms" in record
     }
-    assert len(timed) == 5
+    assert len(timed) == 5 + 3, "encode and decode do not depend on the dtype"
     assert all(record["median_ms"] <= record["target_ms"] for record in timed.values())
+    assert all(record["floor_ms"] for record in timed.values())
+    for (_, call), record in timed.items():
+        if "backward" in call:
+            assert set(record["floor_ms"]) == {"memory", "cache_gathers", "products", "additions"}
+            assert record["median_ms"] >= max(record["floor_ms"].values())

@@ -144,6 +144,24 @@ def test_layers_share_a_record_and_the_last_one_frees_it(device: str, offload: b
     tape.finish()
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_replay_fetches_the_records_before_it(device: str, prefetch: int) -> None:
+    tape = SelectionTape(offload=True, prefetch=prefetch)
+    frame = tape.frame(0)
+    for number in range(4):
+        with frame.recording():
+            frame.select(number, *problem(device, number), K)
+    one = frame.export(0).nbytes  # which brings it near
+    assert tape.held == Held(one, 4 * one)
+    with frame.replaying():
+        frame.select(3, *problem(device, 3), K)
+    near = {0, *range(3 - prefetch, 3)}
+    assert tape.held == Held(len(near) * one, 3 * one)
+    frame.prefetch(1)
+    assert tape.held == Held(len(near | {1}) * one, 3 * one)
+    frame.clear()
+
+
 def test_bytes_are_those_of_the_records(device: str) -> None:
     tape = SelectionTape()
     frame = tape.frame("a")
@@ -179,6 +197,25 @@ def misuse() -> dict[str, tuple[Callable[[SelectionTape, Frame, Any], Any], str]
         recorded(frame, p)
         with frame.replaying():
             frame.select(7, *p, K + 1)
+
+    def other_dtype(tape: SelectionTape, frame: Frame, p: Any) -> None:
+        recorded(frame, p)
+        with frame.replaying():
+            frame.select(7, p[0].half(), p[1].half(), p[2], K)
+
+    def other_heads(tape: SelectionTape, frame: Frame, p: Any) -> None:
+        recorded(frame, p)
+        with frame.replaying():
+            frame.select(7, torch.cat([p[0]] * 2, dim=1), p[1], torch.cat([p[2]] * 2, dim=1), K)
+
+    def late_consumer(tape: SelectionTape, frame: Frame, p: Any) -> None:
+        recorded(frame, p)
+        with frame.replaying():
+            frame.select(7, *p, K, consumers=(9,))
+
+    def loaded_over(tape: SelectionTape, frame: Frame, p: Any) -> None:
+        recorded(frame, p)
+        frame.load(7, frame.export(7))
 
     def other_rows(tape: SelectionTape, frame: Frame, p: Any) -> None:
         end = torch.full((T,), T, dtype=torch.int32, device=p[0].device)
@@ -234,6 +271,16 @@ def misuse() -> dict[str, tuple[Callable[[SelectionTape, Frame, Any], Any], str]
             other_top_k,
             "layer 7: asks for something else than was recorded: top_k 3 then, 4 now",
         ),
+        "other dtype": (
+            other_dtype,
+            r"layer 7: asks for something else .*: dtype torch\.\w+ then, torch.float16",
+        ),
+        "other heads": (
+            other_heads,
+            r"layer 7: asks for something else than was recorded: heads 1 then, 2 now",
+        ),
+        "late consumer": (late_consumer, "layer 7: names the consumers 9, but was recorded for 7. Name them"),
+        "loaded over": (loaded_over, "layer 7: has a record already: load before the forward pass"),
         "other rows": (other_rows, "layer 7: asks for something else than was recorded: rows 5 then, 4 now"),
         "other windows": (other_windows, "microbatch 5, layer 7: "),
         "undeclared": (undeclared, r"layer 9, record of layer 7: was not declared for it \(declared: 7\)"),
@@ -256,6 +303,30 @@ def test_misuse_is_an_error_that_names_the_place(
     tape = SelectionTape()
     with pytest.raises(ReplayError, match=message):
         act(tape, tape.frame(5), problem(device, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": None}, "w must be a torch.Tensor"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"end": torch.ones(T)}, "end is float32; allowed: int32"),
+    ],
+)
+@pytest.mark.parametrize("replaying", [False, True])
+def test_wrong_arguments_are_refused_in_every_run_with_a_note_of_the_place(
+    device: str, change: dict[str, Any], message: str, replaying: bool
+) -> None:
+    frame = SelectionTape().frame(5)
+    arguments = dict(zip(("q", "k", "w"), problem(device, 0), strict=True)) | {"top_k": K}
+    moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in change.items()}
+    if replaying:
+        with frame.recording():
+            frame.select(7, **arguments)
+    run = frame.replaying() if replaying else frame.recording()
+    with pytest.raises((TypeError, ValueError), match=message) as caught, run:
+        frame.select(7, **(arguments | moved))
+    assert caught.value.__notes__ == ["in microbatch 5, layer 7"]
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True])

@@ -182,6 +182,23 @@ def test_no_loss_gradient_is_kept_where_none_is_asked_for(inputs: Inputs) -> Non
     assert not indexer_loss(**inputs, target=target).requires_grad
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_loss_has_the_gradients_of_the_divergence(inputs: Inputs, temperature: float) -> None:
+    one, two = tracked(inputs), tracked(inputs)
+    target = torch.rand(T, K, generator=torch.Generator().manual_seed(3)).to(inputs["q"].device)
+    used = inputs["indices"] >= 0
+    target = target.masked_fill(~used, 0)
+    target = target / target.sum(dim=1, keepdim=True).clamp(min=1e-9)
+    options: dict[str, Any] = {"coefficient": 0.7, "temperature": temperature, "dk": "fixed_point"}
+    indexer_loss(**one, target=target, **options).sum().backward()
+    scores = selected_scores(**two, dk="fixed_point")[1:] / temperature  # the first row has no key
+    log_p = scores.log_softmax(dim=1).masked_fill(~used[1:], 0)
+    (0.7 * torch.special.xlogy(target[1:], target[1:]) - 0.7 * target[1:] * log_p).sum().backward()
+    for name in ("q", "k", "w"):
+        assert one[name].grad.abs().max() > 0
+        torch.testing.assert_close(one[name].grad, two[name].grad, rtol=2**-7, atol=2**-12)
+
+
 def test_a_row_s_multiplier_scales_its_gradient(inputs: Inputs) -> None:
     target = torch.rand(T, K, generator=torch.Generator().manual_seed(2)).to(inputs["q"].device)
     one, two = tracked(inputs), tracked(inputs)

@@ -90,6 +90,31 @@ def test_size_follows_the_formula_and_never_exceeds_int32(N: int, K: int) -> Non
         assert not layout.raw, "packing pays"
 
 
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 2**20))
+@example(2**31 - 1, 2**20)
+def test_no_record_is_larger_than_int32_indices_and_counts(N: int, K: int) -> None:
+    assert row_words(N, K) <= K + 1
+    assert packed_bits_per_index(N, K) <= 32 * (K + 1) / K
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(("random", "one run", "runs of 16", "last keys")))
+def test_clustered_sets_take_what_random_ones_take(seed: int, kind: str) -> None:
+    N, K = 2**20, 2048
+    rng = np.random.default_rng(seed)
+    first = {
+        "random": lambda: rng.choice(N, K, replace=False),
+        "one run": lambda: rng.integers(0, N - K) + np.arange(K),
+        "runs of 16": lambda: (
+            16 * rng.choice(N // 16, K // 16, replace=False)[:, None] + np.arange(16)
+        ).ravel(),
+        "last keys": lambda: np.arange(N - K, N),
+    }
+    words = encode(np.sort(first[kind]())[None], [K], None, N)
+    assert words.nbytes * 8 / K == packed_bits_per_index(N, K) == 11.03125
+
+
 def test_the_words_of_a_small_row_by_hand() -> None:
     """N = 64, K = 16: l = 2. Values 0 5 6 63 have high parts 0 1 1 15, at bits 0 2 3 18."""
     indices = np.full((1, 16), -1)
