@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hyscale_kernels.provenance import source_hash
+from hyscale_ref.profile import read_profile
 
 ROOT = Path(__file__).parents[3]
 RECORDS = ROOT / "benchmarks" / "results" / "race_replay.jsonl"
+PROFILE = ROOT / "simulator" / "hyscale_simulator" / "data" / "profiles" / "h200-own.jsonl.gz"
 README = ROOT / "kernels" / "hyscale_kernels" / "replay" / "README.md"
 
 
@@ -42,6 +44,18 @@ def test_the_readme_s_table_is_the_record() -> None:
                 places = len(printed.partition(".")[2])
                 assert f"{times[call, dtype]['median_ms']:.{places}f}" == printed, (call, dtype)
         assert times[call, "bf16"]["target_ms"] == float(target)
+
+
+def test_the_selection_that_replay_saves_takes_what_the_profile_says() -> None:
+    shape = {"rows": 8192, "keys": 2**20, "top_k": 2048}
+    took = {
+        point.dtype: point.median_us / 1e3
+        for point in read_profile(PROFILE)
+        if (point.op, point.regime) == ("hytopk", "untrained") and shape.items() <= dict(point.shape).items()
+    }
+    said = f"{took['bf16']:.0f} ms (fp8: {took['fp8']:.0f}"
+    for page in (README, ROOT / "README.md"):
+        assert said in " ".join(page.read_text(encoding="utf-8").split()), page
 
 
 def test_every_time_meets_its_target_and_stands_beside_its_floors() -> None:
