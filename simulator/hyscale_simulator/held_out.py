@@ -8,13 +8,13 @@ import numpy as np
 
 from hyscale_simulator.tables import Table
 
-__all__ = ["MEDIAN_PCT", "P90_PCT", "HeldOut", "hold_out"]
+__all__ = ["JUDGED", "MEDIAN_PCT", "P90_PCT", "HeldOut", "hold_out"]
 
 MEDIAN_PCT, P90_PCT = 6.0, 20.0
 """What is demanded of every table, at most."""
 
-FEWEST = 3
-"""Shapes without which a table says nothing about itself."""
+FEWEST, JUDGED = 3, 5
+"""Shapes from which on a table is listed, and judged: a 90th percentile of fewer says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,18 @@ class HeldOut:
     p90_pct: float
 
     @property
+    def judged(self) -> bool:
+        """Whether there are shapes enough to judge it by."""
+        return self.points >= JUDGED
+
+    @property
     def within(self) -> bool:
         """Whether it is within the targets."""
         return self.median_pct <= MEDIAN_PCT and self.p90_pct <= P90_PCT
 
     def to_json(self) -> dict[str, Any]:
         """The record that ``hyscale validate --holdout --json`` writes."""
-        return {**asdict(self), "within": self.within}
+        return {**asdict(self), "judged": self.judged, "within": self.within}
 
 
 def hold_out(tables: Iterable[Table]) -> list[HeldOut]:

@@ -1,7 +1,7 @@
 """Profiles: all measured points at hand, grouped into tables, and which table prices a call."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import resources
@@ -19,6 +19,7 @@ from hyscale_simulator import network
 from hyscale_simulator.descriptions import DATA, find, shipped
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import BYTES, OPS, Kernel
+from hyscale_simulator.roofline import floor_us
 from hyscale_simulator.tables import Table, origin
 
 __all__ = ["Profiles", "load_profiles"]
@@ -69,6 +70,29 @@ def _check(point: ProfilePoint, devices: Collection[str]) -> None:
         least = 2 if name == "ranks" else 1
         if size < least:
             raise ProfileError(f"{point.op}: shape.{name} = {size}; at least {least} is needed")
+
+
+LEAST = 0.01
+"""Of its floor: what takes less is in another unit.  (Caches and fusion make a tenth possible.)"""
+
+
+def _check_users(point: ProfilePoint, devices: Mapping[str, Gpu]) -> None:
+    """:func:`_check`, and a time that the work can be done in."""
+    _check(point, devices)
+    if point.op not in OPS or point.median_us is None:
+        return
+    placed, gpu = _placed(point), devices[point.device]
+    try:
+        floor = floor_us(Kernel(placed.op, placed.dtype, placed.shape), gpu)
+    except KeyError as error:
+        raise ProfileError(
+            f"{point.op}: shape has no {error.args[0]!r}, which its work is counted by"
+        ) from None
+    if point.median_us < LEAST * floor:
+        raise ProfileError(
+            f"{point.op}: median_us = {point.median_us}: at least {LEAST * floor:.4g} is possible, 1 % "
+            f"of what the work takes at the best rates of {gpu.name}; is it microseconds?"
+        )
 
 
 class Profiles:
@@ -210,11 +234,11 @@ def load_profiles(paths: tuple[str, ...] = (), own: tuple[Gpu, ...] = ()) -> Pro
     own: GPU descriptions of the user's, whose devices the files may be of.
     """
     gpus = [*own, *(find(Gpu, "gpus", name) for name in shipped("gpus"))]
-    devices = [gpu.device for gpu in gpus]
+    devices = {gpu.device: gpu for gpu in reversed(gpus)}
     users: list[list[ProfilePoint]] = []
     notes = []
     for path in paths:
-        points = read_profile(Path(path), check=lambda point: _check(point, devices))
+        points = read_profile(Path(path), check=lambda point: _check_users(point, devices))
         # Said to come from the file, so that no result credits the user's figures to this project.
         users.append([replace(point, source=point.source or path) for point in points])
         unpriced = sorted({point.op for point in points} - OPS.keys() - COLLECTIVES.keys())

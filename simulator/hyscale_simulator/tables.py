@@ -181,7 +181,7 @@ class Table:
         left, right = (self._line(node, side, shape, depth) for side in (at - 1, at))
         near, far = coordinates[at - 1], coordinates[at]
         below, here, above = (self._floor_us({**shape, axis: end}) for end in (near, x, far))
-        if below < here < above:
+        if below < above and below <= here <= above:
             weight = (here - below) / (above - below)
             ratio = ((1 - weight) * left.ratio * below + weight * right.ratio * above) / here
         else:  # the work does not grow along this axis
@@ -194,12 +194,11 @@ class Table:
     def _line(self, node: _Node, at: int, shape: dict[str, int], depth: int) -> _Ratio:
         """What coordinate ``at`` of ``node`` says of ``shape``.
 
-        Where that is out of its reach along a later axis, and more along this axis is more of the same
-        blocks, the nearest coordinate that reaches further (the larger of two as near) says how the ratio
-        goes on.
+        Where that is out of its reach along a later axis, the nearest coordinate that reaches further (the
+        larger of two as near) says how the ratio goes on.
         """
         found = self._ratio(node.below[at], shape, depth + 1)
-        if found.stretch <= 1 or self.axes[depth] not in self.additive:
+        if found.stretch <= 1:
             return found
         here = node.coordinates[at]
         others = [i for i in range(len(node.coordinates)) if i != at]

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hyscale_simulator.held_out import MEDIAN_PCT, P90_PCT, HeldOut
+from hyscale_simulator.held_out import JUDGED, MEDIAN_PCT, P90_PCT, HeldOut
 from hyscale_simulator.validation import KERNEL_PCT, MEMORY_PCT, TARGETS, Validation
 
 __all__ = ["record", "show", "show_held_out"]
@@ -100,16 +100,17 @@ def show_held_out(found: Sequence[HeldOut], console: Console) -> bool:
         name = " ".join(part for part in (row.implementation, row.regime) if part)
         table.add_row(
             row.op, row.dtype, name, row.gpu, f"{row.points:,}", f"{row.median_pct:.1f}",
-            f"{row.p90_pct:.1f}", "" if row.within else "[red]missed[/red]",
+            f"{row.p90_pct:.1f}", "" if row.within else "[red]missed[/red]" if row.judged else "few shapes",
         )  # fmt: skip
     console.print("Leave-one-shape-out: each measured shape between two others, looked up without it.")
     console.print(table)
-    met = sum(row.within for row in found)
+    judged = [row for row in found if row.judged]
+    met = sum(row.within for row in judged)
     console.print(
-        f"{met} of {len(found)} tables within a median of {MEDIAN_PCT:g} % and a 90th percentile of "
-        f"{P90_PCT:g} %: {_verdict(met == len(found))}"
+        f"{met} of {len(judged)} tables of {JUDGED} shapes or more within a median of {MEDIAN_PCT:g} % and a "
+        f"90th percentile of {P90_PCT:g} %: {_verdict(met == len(judged))}"
     )
-    return met == len(found)
+    return met == len(judged)
 
 
 def _table(*columns: str, left: int = 1) -> Table:

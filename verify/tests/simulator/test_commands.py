@@ -205,11 +205,11 @@ def test_validate_holds_every_table_to_its_held_out_error(
     path, mine = tmp_path / "holdout.json", tmp_path / "mine.jsonl"
     assert validate(["--holdout", "--json", str(path)]) == 0
     assert "20 %: met" in capsys.readouterr().out
-    assert all(table["points"] >= 3 and table["within"] for table in json.loads(path.read_text())["tables"])
+    assert all(table["within"] or not table["judged"] for table in json.loads(path.read_text())["tables"])
     header = {"schema": 1, "device": "NVIDIA H200", "op": "hytopk", "implementation": "mine", "dtype": "bf16"}
     shape = {"heads": 32, "dim": 128, "top_k": 2048, "rows": 4096}
     points = [
-        {"shape": {**shape, "keys": 65536 * n}, "median_us": us} for n, us in enumerate([1, 9, 1, 9, 1], 1)
+        {"shape": {**shape, "keys": 65536 * n}, "median_us": 9e3 if n % 2 else 1e3} for n in range(1, 9)
     ]
     mine.write_text("".join(json.dumps(line) + "\n" for line in [header, *points]))
     assert validate(["--holdout", "--profiles", str(mine)]) == 1
