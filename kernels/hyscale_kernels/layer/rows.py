@@ -101,6 +101,16 @@ class Rows:
         """Keys of the whole sequence."""
         return self.num_positions // self.ratio
 
+    @property
+    def bounds(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``start`` and ``end`` for ``hytopk`` and replay.
+
+        (None, None), their causal default, where that is what the rows see: the host then knows how many
+        keys the first rows see.
+        """
+        causal = self.num_ranks == 1 and self.ratio == 1 and not self.packed
+        return (None, None) if causal else (self.windows.start, self.windows.end)
+
     def of_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """The part of ``values`` [S, ...], which belong to the whole sequence, that belongs to these rows."""
         if values.shape[0] != self.num_positions:

@@ -30,7 +30,7 @@ BYTES_PER_SORTED_SCORE = 32
 def select(config: LayerConfig, scored: Scored, rows: Rows, timer: PartTimer | None = None) -> Carrier:
     """The selection of each row among the keys that it sees, by ``config.selection``."""
     q, k, w = (each.detach() for each in scored[:3])
-    top_k, (start, end), k_scale = config.shape.indexer.top_k, rows.windows, scored.k_scale
+    top_k, (start, end), k_scale = config.shape.indexer.top_k, rows.bounds, scored.k_scale
     if config.selection == "materialised":
         return _materialised(q, k, w, k_scale, top_k, rows, config.table_bytes)
     if config.selection == "own-table":
@@ -47,7 +47,7 @@ def indices_of(carrier: Carrier, rows: Rows) -> torch.Tensor:
     """int32 [T, K], ascending, -1 at the tail."""
     if isinstance(carrier, torch.Tensor):
         return carrier
-    start, end = rows.windows
+    start, end = rows.bounds
     return replay.decode_record(carrier, start=start, end=end).indices
 
 

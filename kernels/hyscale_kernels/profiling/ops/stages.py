@@ -28,7 +28,7 @@ STAGE_EFFICIENCY = {
     "hytopk_scan": 0.7, "hytopk_threshold": 0.25, "hytopk_rescore": 0.2, "hytopk_compact": 0.3,
     "hytopk_finish": 0.3,
 }  # fmt: skip
-LONG = tuple(keys for keys in KEYS if keys > 32768)  # fewer are not scanned, for GLM-5.1's top_k
+LONG = tuple(keys for keys in KEYS if keys > 16384)  # fewer are not scanned, for GLM-5.1's top_k
 TINY = {"heads": 2, "dim": 16, "top_k": 4}
 
 
