@@ -38,5 +38,11 @@ def test_the_edit_fits_once_and_changes_something(mutant: Mutant) -> None:
 )
 def test_the_machine_convicts(name: str, device: str) -> None:
     mutant = next(each for each in MUTANTS if each.name == name)
-    with planted(mutant) as package, pytest.raises(FalsifiedError):
-        run_machine(package, device, seed=0, examples=12)
+    with planted(mutant) as package:
+
+        def schedules() -> None:
+            for seed in range(8):  # some seeds miss a bug
+                run_machine(package, device, seed=seed)
+
+        with pytest.raises(FalsifiedError):
+            schedules()
