@@ -15,11 +15,12 @@ import triton
 
 from .compact import launch_compact
 from .filter import launch_filter
-from .hopper import CONSUMERS, obstacle
+from .hopper import consumers, obstacle
 from .plan import MAX_TOP_K, Pass, Plan, ceil_div, passes, workspace_bound
 from .plateau import launch_plateau
 from .prepare import launch_prepare
 from .problem import Problem, Results
+from .prune import launch_prune
 from .repair import launch_repair
 from .rescore import launch_rescore
 from .scan import launch_scan
@@ -143,7 +144,7 @@ def workspace_bytes(
     check_top_k(top_k)
     size = max(
         (
-            each.plan.workspace_bytes(T, each.keys)
+            each.plan.workspace_bytes(T, each.keys, D)
             for causal in (False, True)[: 1 + (T == S)]
             for each in passes(T, S, H, D, top_k, dtype, device, causal=causal)
         ),
@@ -164,22 +165,17 @@ def warm_up(H: int, D: int, dtype: torch.dtype, device: torch.device | str = "cu
     w = torch.zeros((1, H), device=device)
     scale = torch.ones(1, device=device) if dtype == torch.float8_e4m3fn else None
     bound = torch.zeros(1, dtype=torch.int32, device=device)
-    plan = Plan.default(1, 1, H, D, 1, dtype, device, consumers=_consumers(q, k))
+    plan = Plan.default(1, 1, H, D, 1, dtype, device, consumers=consumers(q, k))
     begin = time.perf_counter()
     with _compilations() as compiled:
-        for start, end, table_keys, scores in itertools.product(
-            (None, bound), (None, bound), (0, 1), (False, True)
+        for start, end, scores, (table_keys, prune_keys) in itertools.product(
+            (None, bound), (None, bound), (False, True), ((0, 0), (0, 1), (1, 0))
         ):
             hytopk(
                 q, k, w, 1, start=start, end=end, k_scale=scale, return_scores=scores,
-                plan=replace(plan, table_keys=table_keys),
+                plan=replace(plan, table_keys=table_keys, prune_keys=prune_keys),
             )  # fmt: skip
     return len(compiled), time.perf_counter() - begin
-
-
-def _consumers(q: torch.Tensor, k: torch.Tensor) -> int:
-    """``Plan.consumers`` by default: Hopper's scan wherever it can run."""
-    return 0 if obstacle(q, k) else CONSUMERS
 
 
 @contextmanager
@@ -223,7 +219,7 @@ def _hytopk(
         lo, hi = launch_prepare(start, end, S, invalid)
         problem = Problem(q, k, w, k_scale, lo, hi)
         for part in passes(
-            T, S, H, D, top_k, q.dtype, q.device, causal=causal, plan=sizes, consumers=_consumers(q, k)
+            T, S, H, D, top_k, q.dtype, q.device, causal=causal, plan=sizes, consumers=consumers(q, k)
         ):
             _select_rows(problem.first_keys(part.keys), results, part, top_k)
     return indices, count, scores, nans, pending, filled, invalid
@@ -257,7 +253,8 @@ def _scan(
     bitmap = torch.empty((R, ceil_div(min(plan.key_chunk, S), 32)), dtype=torch.int32, device=problem.device)
     for key0 in range(0, S, plan.key_chunk):
         key1 = min(key0 + plan.key_chunk, S)
-        launch_scan(problem, scan_hi, threshold, bitmap, row0, key0, key1, plan)
+        chunk = (problem, scan_hi, threshold, bitmap, row0, key0, key1, plan)
+        launch_scan(*chunk, launch_prune(*chunk) if plan.prunes(S) else None)
         launch_compact(problem, bitmap, scan_hi, filled, candidates, row0, key0, key1, plan)
     return candidates
 

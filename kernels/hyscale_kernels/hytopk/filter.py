@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import ROW_WARPS, Plan, ceil_div
+from .plan import Plan, ceil_div
 from .problem import Problem
 from .rank import row_pointer
 from .score import NEVER, ordered
@@ -86,7 +86,7 @@ def launch_filter(
         table.shape[1],
         plan.capacity,
         ROWS=plan.row_group,
-        BLOCK=plan.columns(),
-        num_warps=ROW_WARPS,
+        BLOCK=min(plan.columns(), 256),
+        num_warps=1,
     )
     return candidates, keys

@@ -39,10 +39,17 @@ MOST_SAMPLES = 2**15
 # Warps of a program of the row-wise stages (threshold, filter, selection).
 ROW_WARPS = 2
 
-# Small arrays: lo, hi of each row of the call; scan_hi, threshold, plateau, and repair's list and NaN counts
-# of each row of the chunk; repair's total.
+# Fewest keys and rows for which bounding key tiles costs less than 2 % of their scan.
+PRUNE_KEYS = 2**17
+PRUNE_ROWS = 2048
+
+# Rows and keys of a tile of Hopper's scan.
+HOPPER_TILE = (64, 128)
+
+# Small arrays: lo, hi of each row of the call; scan_hi, threshold, plateau, repair's list and NaN counts of
+# each row of the chunk, and a word more for those of each row tile; repair's total.
 CALL_ROW_BYTES = 8
-CHUNK_ROW_BYTES = 20
+CHUNK_ROW_BYTES = 24
 TOTAL_BYTES = 4
 
 
@@ -65,7 +72,7 @@ class Plan:
     """Internal sizes of one call. All counts are of rows or keys.
 
     tile_rows, tile_keys   one tile of scores; powers of two, tile_keys a multiple of 32
-    segment                keys one scoring program walks; 0 lets the launcher fill the device
+    segment                keys one scoring program walks, about; 0 lets the launcher fill the device
     samples                keys sampled to guess a threshold; a multiple of tile_keys, at most 32,768
     capacity               candidates kept per row, at least top_k + gather; a power of two, or a multiple
                            of the columns that a step of the row-wise stages takes
@@ -78,6 +85,7 @@ class Plan:
     repair_splits          most programs that share the keys of one row in repair; a power of two
     consumers              warp groups that share a program of Hopper's scan (hopper.py), 2 or 3; 0 for the
                            scan in plain Triton
+    prune_keys             fewest keys of a pass from which tiles may be left out (prune.py); 0 for never
     """
 
     tile_rows: int
@@ -95,6 +103,7 @@ class Plan:
     registers: int
     repair_splits: int
     consumers: int = 0
+    prune_keys: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tile_rows", "tile_keys", "gather", "row_group", "repair_splits"):
@@ -124,7 +133,13 @@ class Plan:
             raise ValueError(
                 f"plan.segment is {self.segment}; it must be a multiple of {self.tile_keys}, or 0"
             )
-        for name, least in (("stages", 1), ("warps", 1), ("registers", 0), ("table_keys", 0)):
+        for name, least in (
+            ("stages", 1),
+            ("warps", 1),
+            ("registers", 0),
+            ("table_keys", 0),
+            ("prune_keys", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"plan.{name} is {getattr(self, name)}; it must be at least {least}")
         if self.consumers not in (0, 2, 3):
@@ -153,11 +168,13 @@ class Plan:
             row_bytes = padded(D, dtype) * dtype.itemsize
             stages, registers = 3 if row_bytes <= 128 else 2, 168 if row_bytes <= 256 else 0
             samples, capacity = _samples_and_capacity(S, top_k, gather, _columns(row_group))
+            prune_keys = PRUNE_KEYS if T >= PRUNE_ROWS else 0
         else:
             # Sizes for tests: small enough that a few hundred keys take every path.
             tile_rows, tile_keys, gather, row_group, segment, warps = 16, 64, 64, 16, 4096, 1
             table_keys, repair_splits, stages, registers = 192, 4, 1, 0
             samples, capacity = 64, max(next_power_of_2(4 * top_k), 128)
+            prune_keys = 256
         plan = cls(
             tile_rows=tile_rows,
             tile_keys=tile_keys,
@@ -174,10 +191,11 @@ class Plan:
             registers=registers,
             repair_splits=repair_splits,
             consumers=consumers,
+            prune_keys=prune_keys,
         )
-        return plan._fitted(T, S, top_k)
+        return plan._fitted(T, S, D, top_k)
 
-    def _fitted(self, T: int, S: int, top_k: int) -> "Plan":
+    def _fitted(self, T: int, S: int, D: int, top_k: int) -> "Plan":
         """With the fewest even row chunks, then key chunks, whose buffers keep the promised workspace."""
         budget = workspace_bound(T, top_k) - CALL_ROW_BYTES * T - TOTAL_BYTES
         samples, candidates = 4 * self.samples, 4 * self.capacity
@@ -189,8 +207,11 @@ class Plan:
         most_rows = min(budget // per_row, MOST_CHUNK_ROWS)
         row_chunk = _even(T, most_rows, self.tile_rows)
         # One row still gets tile_rows buffers, so that repair can split it.
-        bitmap = budget // row_chunk - CHUNK_ROW_BYTES - candidates
-        keys = _even(S, min(bitmap * 8, MOST_CHUNK_KEYS), self.tile_keys)
+        left = budget - row_chunk * (CHUNK_ROW_BYTES + candidates)
+        tile_bytes = row_chunk * self.tile_keys // 8
+        if self.prunes(S):
+            tile_bytes += self._prune_bytes(row_chunk, self.tile_keys, D)
+        keys = _even(S, min(left // tile_bytes * self.tile_keys, MOST_CHUNK_KEYS), self.tile_keys)
         return replace(self, row_chunk=row_chunk, key_chunk=keys)
 
     def check(self, top_k: int) -> None:
@@ -210,8 +231,8 @@ class Plan:
         tiles = ceil_div(ceil_div(keys, self.tile_keys), wanted)
         return max(1, min(tiles, 4096 // self.tile_keys)) * self.tile_keys
 
-    def workspace_bytes(self, T: int, S: int) -> int:
-        """Peak bytes allocated beside the outputs for T rows over S keys."""
+    def workspace_bytes(self, T: int, S: int, D: int) -> int:
+        """Most bytes allocated beside the outputs for T rows over S keys of head size D."""
         rows = min(self.row_chunk, T)
         buffers = self.buffers(rows)
         small = T * CALL_ROW_BYTES + buffers * CHUNK_ROW_BYTES + TOTAL_BYTES
@@ -219,9 +240,23 @@ class Plan:
         selecting = buffers * self.capacity * 8
         if self.table_keys >= S:
             return small + rows * self.table_columns(S) * 4 + max(sampling, selecting)
-        words = ceil_div(min(self.key_chunk, S), 32)
-        scanning = buffers * self.capacity * 4 + rows * words * 4
+        keys = min(self.key_chunk, S)
+        pruning = self._prune_bytes(rows, keys, D) if self.prunes(S) else 0
+        scanning = buffers * self.capacity * 4 + rows * ceil_div(keys, 32) * 4 + pruning
         return small + max(sampling, scanning, selecting)
+
+    def prunes(self, S: int) -> bool:
+        """Whether a pass over S keys may leave out tiles of them."""
+        return 0 < self.prune_keys <= S
+
+    def scan_tile(self) -> tuple[int, int]:
+        """Rows and keys of a tile of the scan."""
+        return HOPPER_TILE if self.consumers else (self.tile_rows, self.tile_keys)
+
+    def _prune_bytes(self, rows: int, keys: int, D: int) -> int:
+        """Of the balls of ``keys`` keys, and of their flags and list in each row tile; centres as float32."""
+        BT, BS = self.scan_tile()
+        return ceil_div(keys, BS) * (4 * max(next_power_of_2(D), 32) + 4 + 6 * ceil_div(rows, BT))
 
     def buffers(self, rows: int) -> int:
         """Candidate buffers of a pass over ``rows`` rows: repair splits one row over several."""

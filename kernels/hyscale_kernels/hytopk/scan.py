@@ -15,6 +15,7 @@ import triton.language as tl
 from .hopper import launch_hopper_scan
 from .plan import Plan, ceil_div
 from .problem import Problem
+from .prune import TileList
 from .score import key_scale, load_keys_transposed, tile_scores, tile_window
 
 
@@ -27,7 +28,7 @@ def window_bits(lo, hi, first):
     return tl.where(hi > lo, ((one << above) - 1) & ~((one << below) - 1), 0).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["row0", "R", "S", "key0", "key1", "segment", "words"])
+@triton.jit(do_not_specialize=["row0", "R", "S", "key0", "key1", "segment", "words", "blocks"])
 def _scan_kernel(
     q_ptr,
     k_ptr,
@@ -37,6 +38,8 @@ def _scan_kernel(
     scan_hi_ptr,
     threshold_ptr,
     bitmap_ptr,
+    block_ptr,
+    length_ptr,
     row0,
     R,
     S,
@@ -44,11 +47,13 @@ def _scan_kernel(
     key1,
     segment,
     words,
+    blocks,
     q_stride_t,
     q_stride_h,
     k_stride,
     w_stride_t,
     HAS_SCALE: tl.constexpr,
+    LISTED: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -58,7 +63,8 @@ def _scan_kernel(
 ):
     """Bitmap words of row tile program_id(0), key segment program_id(1) of the chunk [key0, key1).
 
-    Only tiles that some row's window meets are written; compaction reads no other word.
+    Only tiles that some row's window meets are written; compaction reads no other word. With LISTED they are
+    those of the row tile's list (prune.py), shared evenly.
     """
     o_r = tl.program_id(0) * BT + tl.arange(0, BT)
     live = o_r < R
@@ -71,8 +77,19 @@ def _scan_kernel(
     begin = key0 + tl.program_id(1) * segment
     finish = tl.minimum(tl.minimum(begin + segment, key1), last)
     begin = tl.maximum(begin, key0 + (first - key0) // BS * BS)
+    tile = 0
+    tiles = (finish - begin + BS - 1) // BS
+    if LISTED:
+        length = tl.load(length_ptr + tl.program_id(0))
+        share = (length + tl.num_programs(1) - 1) // tl.num_programs(1)
+        tile = tl.program_id(1) * share
+        tiles = tl.minimum(tile + share, length)
+        p_block = block_ptr + tl.program_id(0).to(tl.int64) * blocks
     o_w = tl.arange(0, BS // 32)
-    for s in range(begin, finish, BS):
+    for i in range(tile, tiles):
+        s = begin + i * BS
+        if LISTED:
+            s = key0 + tl.load(p_block + i) * BS
         keys = tl.minimum(s + tl.arange(0, BS), S - 1).to(tl.int64)
         b_k = load_keys_transposed(k_ptr, k_stride, keys, D, D_PAD)
         score = tile_scores(
@@ -97,13 +114,15 @@ def launch_scan(
     key0: int,
     key1: int,
     plan: Plan,
+    left: TileList | None = None,
 ) -> None:
     """Fill bitmap int32 [R, words] for rows row0 .. row0+R-1 and keys [key0, key1).
 
-    key0 is a multiple of plan.tile_keys; scan_hi and threshold are the chunk's, [R].
+    key0 is a multiple of plan.tile_keys; scan_hi and threshold are the chunk's, [R]. ``left`` lists the key
+    tiles to scan, where some may be left out: their words must be 0.
     """
     if plan.consumers:
-        launch_hopper_scan(problem, scan_hi, threshold, bitmap, row0, key0, key1, plan)
+        launch_hopper_scan(problem, scan_hi, threshold, bitmap, row0, key0, key1, plan, left)
         return
     R, words = bitmap.shape
     segment = plan.segment_keys(R, key1 - key0)
@@ -113,6 +132,7 @@ def launch_scan(
         scan_hi,
         threshold,
         bitmap,
+        *((scan_hi, scan_hi) if left is None else left),  # not looked at unless LISTED
         row0,
         R,
         problem.num_keys,
@@ -120,8 +140,10 @@ def launch_scan(
         key1,
         segment,
         words,
+        0 if left is None else left.blocks.shape[1],
         *problem.strides(),
         **problem.constants(),
+        LISTED=left is not None,
         BT=plan.tile_rows,
         BS=plan.tile_keys,
         STAGES=plan.stages,

@@ -3,6 +3,7 @@
 Shape letters: T queries, S keys, H heads, D head size.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ REGIMES = {
     "random": "normal queries and keys, signed normal weights: an untrained indexer",
     "trained": "keys near 256 centres, drifting along the sequence, a tenth of them three times as long; "
     "queries near a centre: peaked scores with locality",
+    "documents": "16 topics, each 8,192 adjacent keys of one (cosine 0.95 with its direction); 64 adjacent "
+    "queries ask about one topic (cosine 0.7), all heads alike: keys coherent enough to be pruned",
     "plateau": "non-negative queries, 60 % of keys non-positive, negative weights: the best scores are all 0",
     "constant": "one key, repeated",
     "sorted": "scores that rise with the key index",
@@ -99,6 +102,11 @@ def draw(
         k = 0.35 * k + centres[(place + (uniform(S) < 0.3) * (uniform(S) * 256).long()) % 256]
         k *= torch.where(uniform(S, 1) < 0.1, 3.0, 1.0)
         q = 0.5 * q + centres[(uniform(T) * 256).long()][:, None, :]
+        w = w.abs()
+    elif regime == "documents":
+        topics, cosine = normal(16, D), 0.95
+        k = cosine * topics[torch.arange(S, device=device) // 8192 % 16] + math.sqrt(1 - cosine**2) * k
+        q = 0.7 * topics[torch.arange(T, device=device) // 64 % 16][:, None, :] + 0.7 * q
         w = w.abs()
     elif regime == "plateau":
         q, w = q.abs(), -w.abs()

@@ -4,14 +4,14 @@ Every contender passes the gate (gate.py), and HyTopK must equal a stable sort o
 One that fails is recorded with its reason and no speed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..hytopk import api, dense_scores, hytopk, workspace_bytes
+from ..hytopk import api, dense_scores, workspace_bytes
 from ..provenance import environment
 from .cases import Case
 from .contenders import CONTENDERS
@@ -48,8 +48,8 @@ def sorts_its_own_scores(case: Case, indices: torch.Tensor) -> bool:
     )
 
 
-def hytopk_stages(case: Case, repeats: int = 5) -> dict[str, float]:
-    """Median milliseconds of each stage of one call, by events around its launches."""
+def hytopk_stages(select: Callable[[], object], repeats: int = 5) -> dict[str, float]:
+    """Median milliseconds of each stage of ``select``, a call of HyTopK, by events around its launches."""
     names = [name for name in dir(api) if name.startswith("launch_")]
     originals = {name: getattr(api, name) for name in names}
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -72,7 +72,7 @@ def hytopk_stages(case: Case, repeats: int = 5) -> dict[str, float]:
         for _ in range(repeats):
             events.clear()
             torch.cuda._sleep(2_000_000)
-            hytopk(case.q, case.k, case.w, case.top_k, start=case.start, end=case.end, k_scale=case.k_scale)
+            select()
             torch.cuda.synchronize()
             sums: dict[str, float] = {}
             for stage, begin, end in events:
@@ -140,7 +140,7 @@ def race(
         }
         if name == "hytopk":
             H, D = case.q.shape[1:]
-            record["stages"] = hytopk_stages(case)
+            record["stages"] = hytopk_stages(call)
             record["stated_workspace_bytes"] = workspace_bytes(
                 case.rows, case.keys, H, D, case.top_k, case.q.dtype
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...hytopk.compact import launch_compact
-from ...hytopk.hopper import CONSUMERS, obstacle
+from ...hytopk.hopper import consumers
 from ...hytopk.plan import Plan, ceil_div
 from ...hytopk.plateau import launch_plateau
 from ...hytopk.prepare import launch_prepare
@@ -62,8 +62,7 @@ class Stages:
         """Run every stage once. ValueError for contexts so short that HyTopK takes another way."""
         q, k, w, top_k = drawn.q, drawn.k, drawn.w, drawn.top_k
         (T, H, D), S, device = q.shape, k.shape[0], q.device
-        consumers = 0 if obstacle(q, k) else CONSUMERS
-        plan = Plan.default(T, S, H, D, top_k, q.dtype, device, consumers=consumers)
+        plan = Plan.default(T, S, H, D, top_k, q.dtype, device, consumers=consumers(q, k))
         if plan.table_keys >= S:
             raise ValueError(f"keys = {S}: there are no such stages at {plan.table_keys} keys or fewer")
         indices = torch.empty((T, top_k), dtype=torch.int32, device=device)
