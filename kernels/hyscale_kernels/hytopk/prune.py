@@ -151,7 +151,7 @@ def _seen_and_needed(
     hi = tl.load(scan_hi_ptr + o_r)[:, None]
     threshold = tl.load(threshold_ptr + o_r)[:, None]
     first = (key0 + o_b * BS)[None, :]
-    sees = (first < hi) & (first + BS > lo) & (o_b <= last_block)[None, :]
+    sees = (first < hi) & (lo - first < BS) & (o_b <= last_block)[None, :]
     seen = tl.max(sees.to(tl.int32), axis=0) != 0
     o_d = tl.arange(0, D_PAD)
     blocks = tl.minimum(o_b, last_block)
@@ -282,7 +282,7 @@ def _left_kernel(
     length = 0
     for i in range(0, blocks, N):
         o_b = i + tl.arange(0, N)
-        inside = (o_b < blocks) & (key0 + o_b * BS < last) & (key0 + o_b * BS + BS > first)
+        inside = (o_b < blocks) & (key0 + o_b * BS < last) & (first - (key0 + o_b * BS) < BS)
         bounded = inside & (tl.load(pays_ptr + tile * groups + o_b // GROUP, mask=inside, other=0) != 0)
         left = tl.where(bounded, tl.load(p_needed + o_b, mask=bounded, other=0) != 0, inside).to(tl.int32)
         tl.store(p_list + length + tl.cumsum(left, axis=0) - 1, o_b, mask=left != 0)

@@ -5,14 +5,15 @@ A contender says why it cannot run before anything is timed, and never runs some
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..baselines import materialised_topk, slab_topk
 from ..baselines.rivals import TABLE_BYTES, deepgemm_scores, flashinfer_top_k, with_spare_row
-from ..hytopk import dense_scores, hytopk
+from ..hytopk import Plan, dense_scores, hytopk
+from ..hytopk.hopper import consumers
 from .cases import Case
 
 Call = Callable[[], torch.Tensor]
@@ -50,6 +51,15 @@ def _hytopk(case: Case) -> Call:
     if case.windows == "causal" and case.rows == case.keys:
         given = {"k_scale": case.k_scale}  # its default, by which the host plans the passes
     return lambda: hytopk(case.q, case.k, case.w, case.top_k, **given).indices
+
+
+def _unpruned(case: Case) -> Call:
+    T, H, D = case.q.shape
+    default = Plan.default(
+        T, case.keys, H, D, case.top_k, case.q.dtype, case.q.device, consumers=consumers(case.q, case.k)
+    )
+    plan = replace(default, prune_keys=0)
+    return lambda: hytopk(case.q, case.k, case.w, case.top_k, plan=plan, **_arguments(case)).indices
 
 
 def _torch(case: Case) -> Call:
@@ -143,6 +153,9 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("hytopk", "this project's fused kernel", ("bf16", "fp16", "fp8"), (), _hytopk),
+        Contender(
+            "hytopk_unpruned", "HyTopK that leaves out no key tile", ("bf16", "fp16", "fp8"), (), _unpruned
+        ),
         Contender("torch", "materialised scores in PyTorch, torch.topk", ("bf16", "fp16", "fp8"), (), _torch),
         Contender(
             "slab", "scores of a bounded slab in PyTorch, exact selection", ("bf16", "fp16", "fp8"), (), _slab

@@ -16,7 +16,7 @@ from ..provenance import environment
 from .cases import Case
 from .contenders import CONTENDERS
 from .gate import objection, sampled_rows
-from .timing import interleaved, peak_extra_bytes
+from .timing import SPIN_CYCLES, interleaved, peak_extra_bytes
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def hytopk_stages(select: Callable[[], object], repeats: int = 5) -> dict[str, f
             setattr(api, name, timed(name))
         for _ in range(repeats):
             events.clear()
-            torch.cuda._sleep(2_000_000)
+            torch.cuda._sleep(SPIN_CYCLES)
             select()
             torch.cuda.synchronize()
             sums: dict[str, float] = {}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 FLUSH_BYTES = 256 * 2**20
-SPIN_CYCLES = 3_000_000  # some 1.6 ms: longer than the host needs to enqueue two dozen kernels
+SPIN_CYCLES = 10_000_000  # some 5 ms: longer than a slow host needs to enqueue three dozen kernels
 
 
 @dataclass(frozen=True, slots=True)
