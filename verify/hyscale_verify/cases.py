@@ -57,6 +57,7 @@ class InternalSizes:
     repair_splits: int
     table_keys: int = 0
     consumers: int = 0
+    prune_keys: int = 0
 
     def capacity(self, top_k: int) -> int:
         return self.slack << (top_k + self.gather - 1).bit_length()
@@ -67,7 +68,7 @@ class InternalSizes:
             f"chunk {self.row_tiles} x {self.key_tiles} tiles, {self.samples} samples, "
             f"room for {self.capacity(top_k)} candidates, gather {self.gather}, row group {self.row_group}, "
             f"repair splits {self.repair_splits}, tables of {self.table_keys} keys, "
-            f"{self.consumers} consumers"
+            f"{self.consumers} consumers, tiles left out from {self.prune_keys} keys on (0: never)"
         )
 
 

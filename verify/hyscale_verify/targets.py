@@ -140,6 +140,7 @@ class HyTopK:
             repair_splits=sizes.repair_splits,
             table_keys=sizes.table_keys,
             consumers=sizes.consumers if hopper else 0,
+            prune_keys=sizes.prune_keys,
         )
 
     def dense(self, case: Case) -> Float32:

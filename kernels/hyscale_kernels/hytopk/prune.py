@@ -11,10 +11,10 @@ A row tile's bound for a block costs what one key costs. Of a group of blocks, o
 first, and the others only where more than one in LEAST of those can go, which needs neighbouring keys that
 are much alike (README.md says where it pays). The blocks that remain become a list, and the scan walks it.
 
-Rounding is covered by slack in the radius: a fp8 product on Hopper keeps some 14 bits of its largest term,
-a centre here is rounded to at least 8 bits, and ``SLACK`` of |q| (|c| + r) is more than all of it. Where
-something is NaN, infinite or so large that products may be, the bound is NaN or infinite, and nothing is
-skipped.
+Rounding is covered by slack in the radius, a share of |q| (|c| + r). A centre is rounded to at least 8 bits.
+A fp8 product on Hopper drops from each of its D terms what lies more than 13 bits below the largest: D 2**-13
+of it at most, for which twice as much is added (``_slack``). Where something is NaN, infinite or so large
+that products may be, the bound is infinite or NaN, and nothing is skipped.
 
 Shape letters: BT queries of a row tile, BS keys of a block, D head size; blocks are counted from the chunk's
 first key.
@@ -33,7 +33,6 @@ from .score import dot, key_scale, load_keys, operand, relu, tile_window
 GROUP = 256  # blocks that are decided on together
 EVERY = tl.constexpr(16)
 LEAST = tl.constexpr(10)
-SLACK = tl.constexpr(2.0**-6)
 # Weights below zero only lower a score; what their terms may round up by is this share of the slack.
 NEGATIVE = tl.constexpr(2.0**-8)
 # Added to norms and bounds, since squares and products of smaller numbers may vanish.
@@ -74,6 +73,7 @@ def _ball_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BS: tl.constexpr,
+    SLACK: tl.constexpr,
 ):
     """Centre [D_PAD] and radius, slack included, of the keys of block program_id(0).
 
@@ -290,6 +290,11 @@ def _left_kernel(
     tl.store(length_ptr + tile, length)
 
 
+def _slack(D_PAD: int, one_byte: bool) -> float:
+    """Share of |q| |k| by which a computed q . k may exceed what a ball allows, and more."""
+    return max(2.0**-6, D_PAD * 2.0**-12 if one_byte else 0.0)
+
+
 class TileList(NamedTuple):
     """The key blocks that are left of a chunk: of row tile i, blocks[i, :length[i]], ascending, int32."""
 
@@ -341,6 +346,7 @@ def launch_prune(
         D=sizes["D"],
         D_PAD=sizes["D_PAD"],
         BS=BS,
+        SLACK=_slack(sizes["D_PAD"], one_byte),
         num_warps=4,
     )
     bounding = (q, w, centre, radius, problem.lo, scan_hi, threshold, pays)

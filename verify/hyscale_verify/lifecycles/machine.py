@@ -111,11 +111,13 @@ class Kit:
 
 
 def _tried_again(call: Callable[[], Any]) -> Any:
-    """``call()``, once more if it was interrupted."""
-    try:
+    """``call()``, once more if it was interrupted.
+
+    Not while the exception lives: it keeps alive what PyTorch's checkpoint has put on its stack of hooks.
+    """
+    with suppress(_InterruptedError):
         return call()
-    except _InterruptedError:
-        return call()
+    return call()
 
 
 def machine_of(kit: Kit) -> type[RuleBasedStateMachine]:

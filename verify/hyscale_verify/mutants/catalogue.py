@@ -46,11 +46,12 @@ class _Stage:
 _windows, _score, _threshold, _scan = _in("windows", "prepare"), _in("score"), _in("threshold"), _in("scan")
 _compact, _rescore, _select, _rank = _in("compact"), _in("rescore"), _in("select"), _in("select", "rank")
 _table, _filter = _in("table", "score"), _in("table", "filter")
+_prune = _in("scan", "prune")
 _plateau, _repair, _call = _in("plateau"), _in("repair"), _in("call", "api")
 _sizes, _values, _inputs = _in("call", "plan"), _in("call", "selection"), _in("call", "problem")
 
 OWN, EXACT = "exact_set_of_own_scores", "exact_set_of_exact_inputs"
-TABLE, CAUSAL = "table_and_scan_agree", "causal_passes"
+TABLE, CAUSAL, PRUNE = "table_and_scan_agree", "causal_passes", "pruning_changes_nothing"
 
 MUTANTS: tuple[Mutant, ...] = (
     _windows(
@@ -233,8 +234,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _scan(
         "last_tile_missing",
-        "for s in range(begin, finish, BS):",
-        "for s in range(begin, finish - BS + 1, BS):",
+        "tiles = (finish - begin + BS - 1) // BS",
+        "tiles = (finish - begin) // BS",
         "a partial tile at the end of a segment is not scanned",
         OWN,
     ),
@@ -253,6 +254,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "every chunk of rows scans the queries of the first",
         "internal_sizes",
         "chunks_of_rows",
+    ),
+    _prune(
+        "radius_of_the_mean",
+        "radius = tl.max(farthest, axis=0)",
+        "radius = tl.sum(farthest, axis=0) / (BS // 2)",
+        "the ball of a block reaches as far as its keys on average",
+        PRUNE,
     ),
     _compact(
         "keys_of_the_first_chunk",

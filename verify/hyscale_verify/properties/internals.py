@@ -25,6 +25,7 @@ ANY = (
     "ulp_neighbours",
     "nan",
     "packed_windows",
+    "documents",
 )
 MIB = 2**20
 
@@ -155,6 +156,43 @@ def table_and_scan_agree(trial: Trial) -> None:
     _exact(trial, result)
 
 
+@promise(
+    "exact",
+    ("documents", "spoiled_documents"),
+    needs=["hytopk"],
+    share=0.7,
+    why_few="each example is two calls of hundreds of keys",
+)
+def pruning_changes_nothing(trial: Trial) -> None:
+    """Key tiles left out of the scan were not needed: candidates, NaN and all bits are those of a full scan.
+
+    The buffer is tight, and one row more than a tile holds lies in one pass or two.
+    """
+    sizes = replace(_tight(trial), slack=2)
+    if trial.device == "cpu":
+        sizes = replace(
+            sizes,
+            tile_rows=trial.draw(st.sampled_from((4, 2, 1)), "rows of a tile"),
+            key_tiles=trial.draw(st.sampled_from((8, 2)), "key tiles of a chunk"),
+            segment_tiles=trial.draw(st.sampled_from((3, 0)), "key tiles of a segment"),
+            row_group=16,
+        )
+    case = _larger(trial, (1, 3, 8), 64, sizes.tile_rows + 1, ("full", "late", "ragged"))
+    sizes = replace(sizes, row_tiles=trial.draw(st.sampled_from((2, 1)), "row tiles of a pass"))
+    whole = trial.select(case.with_(sizes=sizes), return_scores=True)
+    trial.case = case.with_(sizes=replace(sizes, prune_keys=1))
+    with own_memory("pruning"), watched_allocations(0xFF):
+        result = trial.select(return_scores=True)
+    same_bits(result, whole, "with tiles left out against without")
+    for name in ("nan_scores", "candidates", "rescored"):
+        found, right = (getattr(each.stats, name).cpu().numpy() for each in (result, whole))
+        for t in np.flatnonzero(found != right).tolist():
+            raise FalsifiedError(
+                f"row {t} has {name} = {found[t]} with tiles left out and {right[t]} without", (t,)
+            )
+    _exact(trial, result)
+
+
 @promise("window", ("tie_rich", "random_normal", "nan"), needs=["hytopk"])
 def causal_passes(trial: Trial) -> None:
     """A causal call of several passes, each over the keys that its rows see, answers as one over all keys.
@@ -232,7 +270,7 @@ def workspace_is_bounded(trial: Trial) -> None:
         )
 
 
-@promise("memory", ("random_normal", "relu_plateau", "packed_windows"), needs=["hytopk"])
+@promise("memory", ("random_normal", "relu_plateau", "packed_windows", "documents"), needs=["hytopk"])
 def no_score_table(trial: Trial) -> None:
     """The memory really allocated beside the outputs is no more than stated."""
     case = trial.case
@@ -242,7 +280,7 @@ def no_score_table(trial: Trial) -> None:
     sizes = plan or trial.hytopk.api.Plan.default(
         T, case.num_keys, H, D, case.top_k, DTYPES[case.dtype], torch.device(trial.device)
     )
-    stated = sizes.workspace_bytes(T, case.num_keys)
+    stated = sizes.workspace_bytes(T, case.num_keys, D)
     if trial.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -368,6 +406,7 @@ PROPERTIES: tuple[Property, ...] = (
     forced_flood_by_a_plateau,
     forced_underflow,
     table_and_scan_agree,
+    pruning_changes_nothing,
     causal_passes,
     workspace_is_bounded,
     no_score_table,

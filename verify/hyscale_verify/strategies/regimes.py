@@ -223,6 +223,62 @@ def random_normal(source: Source, n: Sizes, dtype: str) -> Values:
     )
 
 
+def documents(source: Source, n: Sizes, dtype: str) -> Values:
+    """Runs of adjacent keys near one direction each; all rows want one run, not the first, by most heads.
+
+    Without noise the keys of a document are equal. Scales differ from document to document. A key of
+    any place may be what is wanted most.
+    """
+    count = 2 + min(n.S // 150, 14)
+    direction = source.normal((count, n.D))
+    document = np.searchsorted(np.sort(source.integers((count - 1,), 0, n.S)), np.arange(n.S), "right")
+    noise = source.choice((0.0, 0.03125, 0.125), (1,))[0]
+    wanted = int(source.integers((1,), 1, count - 1)[0])
+    k = direction[document] + noise * source.normal((n.S, n.D))
+    if n.S:
+        k[int(source.integers((1,), 0, n.S - 1)[0])] += source.choice((3.0, 0.0), (1,)) * direction[wanted]
+    w = source.choice((1.0, 0.5, 2.0, -0.5, 0.0), (n.T, n.H))
+    w[:, 0] = np.abs(w[:, 0]) + 1
+    return Values(
+        q=direction[wanted] + noise * source.normal((n.T, n.H, n.D)),
+        k=k,
+        w=w,
+        scale=source.choice((1.0, 2.0**-6, 2.0**6), (count,))[document] if dtype == "fp8" else None,
+    )
+
+
+_OF_FLOAT32 = (-30, -100, 40, 60, 100)
+MAGNITUDES = {"fp8": (0, -3, -6), "fp16": (-3, -14, 8), "bf16": _OF_FLOAT32, "fp32": _OF_FLOAT32}
+"""Powers of two by which the keys of a format go to the ends of its range, and part of the way."""
+
+
+def spoiled_documents(source: Source, n: Sizes, dtype: str) -> Values:
+    """Documents that a bound may trip over: odd keys, an odd weight, or all keys or weights of odd size.
+
+    An odd key is a multiple of what the rows want, or has a coordinate that is NaN, infinite or huge.
+    """
+    values = documents(source, n, dtype)
+    k, w, scale = values.k + 0.0, values.w + 0.0, values.scale
+    odd = int(source.choice((0, 1, 0, 1, 2, 3), (1,))[0])
+    if odd == 0:
+        for j in source.integers((2,), 0, n.S - 1).astype(int) if n.S else ():
+            spoil = source.choice((8.0, 0.0, np.nan, np.inf, -np.inf, 1e30), (1,))[0]
+            if spoil == 8.0 and n.T:
+                k[j] = spoil * values.q[0, 0]
+            else:
+                k[j, 0] = spoil
+    elif odd == 1 and w.size:
+        at = int(source.integers((1,), 0, w.size - 1)[0])
+        w.flat[at] = source.choice((-1e10, np.nan, 1e30, np.nan, np.inf, -np.inf, -1e30), (1,))[0]
+    elif odd == 2:
+        k *= np.exp2(source.choice(MAGNITUDES[dtype], (1,)))
+    else:
+        w *= source.choice((1e-9, 1e-30, 1e9, 1e18, 1e30), (1,))
+        if scale is not None:
+            scale = scale * source.choice((1.0, 1e-9, 1e-30, 1e9, 1e18), (1,))
+    return Values(values.q, k, w, scale)
+
+
 REGIMES: dict[str, Regime] = {
     regime.name: regime
     for regime in (
@@ -241,6 +297,8 @@ REGIMES: dict[str, Regime] = {
         Regime("constant", constant, "all keys equal", exact=True, ties=True),
         Regime("duplicated_keys", duplicated_keys, "copies of four random keys", ties=True),
         Regime("random_normal", random_normal, "normal random numbers"),
+        Regime("documents", documents, "runs of similar keys, of which one run is wanted"),
+        Regime("spoiled_documents", spoiled_documents, "such runs with odd keys, or of extreme sizes"),
         Regime("row_lengths", tie_rich, "rows of 0, 1, K-1, K, K+1 keys", True, True, ("lengths",)),
         Regime("packed_windows", tie_rich, "packed documents", True, True, ("packed",)),
         Regime("rank_splits", tie_rich, "rows of a context-parallel rank", True, True, ("zigzag", "late")),

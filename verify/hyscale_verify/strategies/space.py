@@ -66,6 +66,7 @@ CPU = Space(
         "repair_splits": (4, 1, 2),
         "table_keys": (0, 260, 100),
         "consumers": (0,),
+        "prune_keys": (0, 1, 256),
     },
 )
 
@@ -92,5 +93,6 @@ CUDA = Space(
         "repair_splits": (64,),
         "table_keys": (0, 6000, 3000),
         "consumers": (3, 0, 2),
+        "prune_keys": (0, 1),
     },
 )

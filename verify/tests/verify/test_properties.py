@@ -203,6 +203,12 @@ def mind_the_plan(answer: Any) -> None:
         spoil_rows(drop_last)(answer)
 
 
+def mind_pruning(answer: Any) -> None:
+    """Where tiles may be left out one candidate goes as well, though no selected key."""
+    if answer.call["plan"].prune_keys:
+        answer.candidates -= 1
+
+
 def claim_no_rescoring(answer: Any) -> None:
     answer.rescored[...] = 0
     answer.candidates[...] = 0
@@ -252,6 +258,8 @@ FAULTS: list[tuple[str, Callable[[Any], None]]] = [
     ("memory_layout", need_contiguity),
     ("gradient_mode", need_no_gradient),
     ("internal_sizes", mind_the_plan),
+    ("pruning_changes_nothing", mind_pruning),
+    ("pruning_changes_nothing", mind_the_plan),
     ("forced_overflow_of_candidates", truncate),
     ("forced_refill_of_the_repair_buffer", mind_the_plan),
     ("statistics_are_consistent", claim_no_rescoring),

@@ -1,7 +1,9 @@
 """Each family of inputs is what it claims to be."""
 
 import functools
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from hyscale_ref.topk import topk
 from hyscale_verify.cases import DTYPES, LAYOUTS, Case, rounded
 from hyscale_verify.draws import draws_of_the_seed_alone
+from hyscale_verify.runner import HOLDS, Plan, Unit, judge
 from hyscale_verify.strategies import CPU, CUDA, REGIMES, TIES, cases
-from hyscale_verify.targets import given_scores, outside_windows
+from hyscale_verify.targets import HyTopK, given_scores, outside_windows
 
 
 @functools.cache
@@ -179,6 +182,57 @@ def test_duplicated_keys_come_from_four() -> None:
     found = drawn("duplicated_keys")
     assert all(len(np.unique(case.k, axis=0)) <= 4 for case in found)
     assert share(found, lambda case: len(np.unique(case.k, axis=0)) < case.num_keys) > 0.5
+
+
+def test_neighbours_of_a_document_are_alike() -> None:
+    def alike(case: Case) -> bool:
+        step, apart = (np.linalg.norm(case.k[n:] - case.k[:-n], axis=1) for n in (1, case.num_keys // 2))
+        return float(np.median(step)) < 0.3 * float(np.median(apart))
+
+    assert share([case for case in drawn("documents", 100) if case.num_keys > 100], alike) > 0.4
+
+
+def test_spoiled_documents_hold_what_a_bound_may_trip_over() -> None:
+    found = drawn("spoiled_documents", 300)
+    for dtype in DTYPES:
+        keys = np.concatenate([case.k.ravel() for case in found if case.dtype == dtype])
+        assert np.isnan(keys).any()
+        assert np.isinf(keys).any() == (dtype != "fp8")
+    weights = np.concatenate([case.w.ravel() for case in found])
+    assert np.isnan(weights).any()
+    assert np.isposinf(weights).any()
+    assert np.isneginf(weights).any()
+    weights = weights[np.isfinite(weights) & (weights != 0)]
+    assert weights.min() < -1e9
+    assert weights.max() > 1e29
+    assert np.abs(weights).min() < 1e-29
+
+
+def test_key_tiles_of_documents_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a third of the calls that the property of pruning makes, the scan is spared something."""
+    api: Any = importlib.import_module("hyscale_kernels.hytopk.api")
+    prune, spared = api.launch_prune, [0]
+
+    def spy(problem: Any, scan_hi: Any, threshold: Any, bitmap: Any, *rest: Any) -> Any:
+        every = prune(problem, scan_hi, threshold.new_full(threshold.shape, -np.inf), bitmap.clone(), *rest)
+        left = prune(problem, scan_hi, threshold, bitmap, *rest)
+        spared[-1] += int((every.length - left.length).sum())
+        return left
+
+    class Target(HyTopK):
+        def select(self, case: Case, *args: Any, **options: Any) -> Any:
+            spared.append(0)
+            result = super().select(case, *args, **options)
+            if not case.sizes or not case.sizes.prune_keys:
+                assert spared.pop() == 0
+            return result
+
+    monkeypatch.setattr(api, "launch_prune", spy)
+    plan = Plan("hytopk", "cpu", "quick", seed=0, shrink=False)
+    verdict = judge(Unit(plan, "pruning_changes_nothing", "documents"), Target("cpu"))
+    assert verdict.verdict == HOLDS, verdict.counterexample
+    assert len(spared[1:]) >= 5
+    assert sum(each > 0 for each in spared[1:]) / len(spared[1:]) > 0.3
 
 
 def test_row_lengths_cover_zero_one_and_the_neighbours_of_k() -> None:

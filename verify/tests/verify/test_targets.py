@@ -167,9 +167,11 @@ def test_internal_sizes_become_a_plan() -> None:
         row_tiles=5,
         key_tiles=7,
         repair_splits=2,
+        prune_keys=1,
     )
     target = HyTopK("cpu")
     plan = target.plan(case(sizes=sizes))
+    assert plan.prune_keys == 1
     assert (plan.capacity, plan.segment, plan.row_chunk, plan.key_chunk) == (16, 96, 10, 224)
     assert target.plan(case()) is None
     assert target.select(case(sizes=sizes)).indices.tolist() == [[1, 2]]
