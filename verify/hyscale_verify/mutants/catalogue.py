@@ -262,6 +262,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "the ball of a block reaches as far as its keys on average",
         PRUNE,
     ),
+    _prune(
+        "ball_without_scales",
+        "k = k * key_scale(k_scale_ptr, keys)[:, None]",
+        "k = k * 1.0",
+        "fp8 keys are bounded without their scales",
+        PRUNE,
+    ),
+    _prune(
+        "nan_pruned",
+        "return tl.max((sees & ~(bound < threshold)).to(tl.int32), axis=0) != 0",
+        "return tl.max((sees & (bound >= threshold)).to(tl.int32), axis=0) != 0",
+        "a block whose bound is NaN is left out",
+        PRUNE,
+        "nan_never_selected",
+    ),
+    _scan(
+        "share_rounded_down",
+        "share = (length + tl.num_programs(1) - 1) // tl.num_programs(1)",
+        "share = tl.maximum(length // tl.num_programs(1), 1)",
+        "the last blocks of a list that its programs cannot share evenly are not scanned",
+        PRUNE,
+    ),
     _compact(
         "keys_of_the_first_chunk",
         "key = key0 + o_w[None, :] * 32 + bit",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hyscale_kernels.hytopk import api
 from hyscale_kernels.layer import Rows, selection
 from hyscale_kernels.profiling import contenders
 from hyscale_kernels.profiling.cases import REGIMES, Case, draw
@@ -134,6 +135,20 @@ def test_a_contender_says_why_it_cannot_run() -> None:
     assert CONTENDERS["cudnn"].obstacle(case("fp8")) == "takes bf16, not fp8"
     assert "deep_gemm" in str(CONTENDERS["deepgemm+flashinfer"].obstacle(case("fp8")))
     assert CONTENDERS["slab"].obstacle(case("fp8")) is None
+
+
+def test_leaving_tiles_out_selects_what_leaving_none_out_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, prune = [], api.launch_prune
+
+    def spied(*chunk: Any) -> Any:
+        asked.append(chunk)
+        return prune(*chunk)
+
+    monkeypatch.setattr(api, "launch_prune", spied)
+    inputs = draw(4, 300, "bf16", regime="documents", H=2, D=16, top_k=20, device="cpu")
+    pruned, whole = (CONTENDERS[name].prepare(inputs)() for name in ("hytopk", "hytopk_unpruned"))
+    assert torch.equal(pruned, whole)
+    assert len(asked) == 1
 
 
 @pytest.fixture
