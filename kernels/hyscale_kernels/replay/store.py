@@ -30,7 +30,7 @@ class Slot:
         self._store = store
         self._near: PackedSelection | None = record
         self._far: PackedSelection | None = None
-        self._written = _event(record.words)
+        self._written = event_after(record.words)
         self._arrived: torch.cuda.Event | None = None
         self._device = record.words.device
         store._count(self, near=1)
@@ -134,7 +134,7 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:
+def event_after(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """An event on the stream that has just written ``tensor``; None on a CPU."""
     if tensor.device.type != "cuda":
         return None

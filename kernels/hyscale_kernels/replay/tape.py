@@ -36,7 +36,7 @@ from ..hytopk.api import check_call, check_top_k
 from .api import ReplayedSelection, decode_record, record_selection
 from .errors import ReplayError
 from .record import PackedSelection
-from .store import Held, Slot, Store
+from .store import Held, Slot, Store, event_after
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +79,16 @@ class Entry:
     consumers: dict[Name, Consumer]
 
 
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What a decoding found on its device (0: nothing to object to), and when that will be known."""
+
+    microbatch: Name
+    layer: Name
+    bits: torch.Tensor
+    known: torch.cuda.Event | None
+
+
 @dataclass(slots=True)
 class _Open:
     """A run in progress: what it has recorded, which (source, consumer) pairs it has touched, runs inside
@@ -104,7 +114,7 @@ class SelectionTape:
         self._store = Store(offload)
         self._prefetch = prefetch
         self._frames: dict[Name, Frame] = {}
-        self._findings: list[tuple[Name, Name, torch.Tensor]] = []
+        self._findings: list[_Finding] = []
 
     @property
     def held(self) -> Held:
@@ -134,7 +144,8 @@ class SelectionTape:
     def finish(self) -> None:
         """End the step: ReplayError if a record is left, or if a decoded record was refused on the device.
 
-        Waits for the device once. The tape is empty afterwards, whatever happened.
+        Waits until every record that was read on a device has been decoded, on whatever stream. The tape is
+        empty afterwards, whatever happened.
         """
         frames, self._frames = self._frames, {}
         findings, self._findings = self._findings, []
@@ -148,16 +159,17 @@ class SelectionTape:
                 f"records are left at the end of the step ({'; '.join(left)}): their backward pass did not "
                 "run, or did not recompute those layers. discard(microbatch) drops them on purpose"
             )
-        if findings:
-            for (microbatch, layer, _), bits in zip(
-                findings, torch.stack([each for _, _, each in findings]).tolist(), strict=True
-            ):
-                if bits:
-                    raise ReplayError(
-                        f"microbatch {microbatch!r}, layer {layer!r}: the record was refused on the device "
-                        f"(status {bits}, see decode.FAULTS): it was corrupt, or the windows had changed "
-                        "since the forward pass. The gradients of this step are wrong: drop them (zero_grad)"
-                    )
+        for finding in findings:
+            if finding.known is not None:
+                finding.known.synchronize()
+            bits = int(finding.bits)
+            if bits:
+                raise ReplayError(
+                    f"microbatch {finding.microbatch!r}, layer {finding.layer!r}: the record was refused on "
+                    f"the device (status {bits}, see decode.FAULTS): it was corrupt, or the windows had "
+                    "changed since the forward pass. The gradients of this step are wrong: drop them "
+                    "(zero_grad)"
+                )
 
 
 class Frame:
@@ -439,7 +451,8 @@ class Frame:
             error.add_note(f"in microbatch {self.microbatch!r}, layer {consumer!r}")
             raise
         if selection.status.device.type != "cpu" and selection.status.numel():
-            self._tape._findings.append((self.microbatch, consumer, selection.status.amax()))
+            bits = selection.status.amax()
+            self._tape._findings.append(_Finding(self.microbatch, consumer, bits, event_after(bits)))
         return selection
 
     def _fetch_ahead(self, source: Name) -> None:

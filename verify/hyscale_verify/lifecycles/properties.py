@@ -24,6 +24,7 @@ from hyscale_verify.properties.judge import own_memory
 CODED = ("tie_rich", "random_normal", "row_lengths", "packed_windows", "odd_sizes")
 FINITE = ("exact_integers", "relu_plateau", "random_normal", "row_lengths", "rank_splits", "odd_sizes")
 FEW = 0.4
+SLEEP_CYCLES = 20_000_000  # some 10 ms of a GPU
 WHY_FEW = "each example runs several interpreted kernels, forward and backward"
 
 
@@ -472,6 +473,41 @@ def recomputation_changes_nothing(trial: Trial) -> None:
         raise FalsifiedError(f"{tape.held} held after the step")
 
 
+@promise("replay: lifecycle", ("tie_rich", "row_lengths"), needs=["hytopk"], device="cuda")
+def findings_are_waited_for(trial: Trial) -> None:
+    """What a replay on a late stream found decides the step, not what its memory held before."""
+    replay = trial.hytopk.module("replay")
+    t = trial.case.tensors(trial.device)
+    trial.assume(trial.case.num_queries > 0)
+    corrupt = trial.draw(st.booleans(), "corrupt")
+    tape = replay.SelectionTape()
+    frame = tape.frame(0)
+
+    def select() -> None:
+        frame.select("layer", t.q, t.k, t.w, t.top_k, start=t.start, end=t.end, k_scale=t.k_scale)
+
+    with frame.recording():
+        select()
+    if corrupt:
+        frame.export("layer").fingerprint.add_(1)
+    late = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    late.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(late), frame.replaying():
+        left = [torch.full((1,), 0 if corrupt else -1, device=trial.device) for _ in range(256)]
+        del left
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        select()
+    try:
+        tape.finish()
+        refused = False
+    except replay.ReplayError:
+        refused = True
+    if refused != corrupt:
+        raise FalsifiedError(
+            f"a {'corrupt' if corrupt else 'sound'} record was {'' if refused else 'not '}refused"
+        )
+
+
 @promise(
     "replay: lifecycle",
     ("tie_rich",),
@@ -498,5 +534,6 @@ PROPERTIES: tuple[Property, ...] = (
     ranks_share_the_work,
     indexer_loss_is_the_divergence,
     recomputation_changes_nothing,
+    findings_are_waited_for,
     records_live_as_they_should,
 )

@@ -54,6 +54,7 @@ WHY_IT_STAYS: dict[str, str] = {
     "no_host_synchronisation": ON_A_GPU,
     "cuda_graph": ON_A_GPU,
     "another_device": ON_A_GPU,
+    "findings_are_waited_for": ON_A_GPU,
     "internal_sizes": "any tile and buffer is promised to give the same bits; narrower properties force some",
     "causal_passes": "calls without windows are planned on the host, calls with them are not",
     "windows_left_out": "the default windows are promised; causal_passes tries long calls alone",
