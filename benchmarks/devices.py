@@ -10,6 +10,7 @@ import typer
 
 # NVLink multicast stays off: figures are of NCCL's other algorithms.
 FIXED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+MODES = ("materialised", "hytopk", "hytopk+replay")  # of a step; as training.records has them, without torch
 USUAL = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -22,6 +23,18 @@ def one_of(*allowed: str) -> Callable[[str | None], str | None]:
         return value
 
     return check
+
+
+def each_of(*allowed: str) -> Callable[[list[str] | None], list[str] | None]:
+    """The same for an option that may be repeated."""
+    check = one_of(*allowed)
+
+    def check_each(values: list[str] | None) -> list[str] | None:
+        for value in values or ():
+            check(value)
+        return values
+
+    return check_each
 
 
 def prepare(device: str | None, *, needs: str = "", gpus: int = 1) -> Literal["cpu", "cuda"]:

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from hyscale_kernels.hytopk import Selection, dense_scores, hytopk, workspace_bytes
+from hyscale_kernels.profiling.cases import DTYPES
 from hyscale_kernels.provenance import environment
 from hyscale_ref.bounds import HOPPER_E4M3, TENSOR_CORE_16BIT, bounded_scores
 from hyscale_ref.certified import ambiguous_fraction, certified_sets, judge
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 HEADS, HEAD_SIZE, TOP_K = 32, 128, 2048
 
 Inputs = dict[str, Any]

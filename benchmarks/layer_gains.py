@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from devices import header, one_of, prepare, surroundings
+from devices import MODES, each_of, header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.layer import LayerConfig
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("deepseek-v3.2", "deepseek-v4-flash", "glm-5.1")
-MODES = ("materialised", "hytopk", "hytopk+replay")
 Option = typer.Option
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -106,7 +105,10 @@ def main(
     model: Annotated[list[str] | None, Option(help=f"may be repeated; default: {', '.join(MODELS)}")] = None,
     tokens: Annotated[list[int] | None, Option(help="length; may be repeated; default: 65536 131072")] = None,
     longest: Annotated[bool, Option("--longest", help="the longest that every mode fits, too")] = False,
-    only: Annotated[list[str] | None, Option(help="mode; may be repeated; default: all three")] = None,
+    only: Annotated[
+        list[str] | None,
+        Option(help="mode; may be repeated; default: all three", callback=each_of(*MODES)),
+    ] = None,
     device: Annotated[
         str | None, Option(help="cuda, or cpu for tiny; default: a GPU", callback=one_of("cpu", "cuda"))
     ] = None,
@@ -123,9 +125,6 @@ def main(
     from hyscale_kernels.layer import LayerConfig
     from hyscale_kernels.training.records import append
 
-    wrong = [mode for mode in only or () if mode not in MODES]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]!r}; allowed: {', '.join(MODES)}", param_hint="--only")
     modes, deadline, own = tuple(only or MODES), time.monotonic() + budget, torch.device(device)
     common = {"schema": 1, **header(commit, device)}
     for name in model or MODELS:
@@ -212,12 +211,11 @@ def _measure(
 
 
 def _baseline(layer: "LayerConfig", tokens: int, modes: tuple[str, ...], device: Any) -> "Baseline":
-    from hyscale_kernels.training.measure import GIB, Baseline, best_baseline
+    from hyscale_kernels.training.measure import Baseline, best_baseline
 
     if "materialised" not in modes:
         return Baseline("materialised", layer.table_bytes, {})
-    tables = (GIB, 4 * GIB, 8 * GIB) if device.type == "cuda" else (2**20,)
-    return best_baseline(layer, tokens, device, tables)
+    return best_baseline(layer, tokens, device)
 
 
 def _longest(layer: "LayerConfig", modes: tuple[str, ...], device: Any) -> int:

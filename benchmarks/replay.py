@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from hyscale_kernels.hytopk import hytopk
-from hyscale_verify.replay_race import Record, header, race, sweep
+from hyscale_kernels.indexer import IndexerPlan
+from hyscale_kernels.indexer.api import _backward
+from hyscale_kernels.profiling.timing import interleaved
+from hyscale_verify.replay_race import Case, Record, header, race
 
 
 def example() -> Any:
@@ -103,6 +106,44 @@ def model_claims() -> Iterator[Record]:
             "holds": peaks[way].peak_bytes <= 1.02 * peaks["twice"].peak_bytes + packed,
         }
     torch.use_deterministic_algorithms(False)
+
+
+def sweep(dtype: str) -> None:
+    """Print backward times for other tile sizes."""
+    case = Case(dtype, 8192, 2**20, 32, 128, 2048)
+    base = IndexerPlan.default(case.S, case.H, case.D, "cuda")
+    plans = {"default": base}
+    for keys, warps in ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8)):
+        plans[f"scatter_keys={keys} scatter_warps={warps}"] = replace(
+            base, scatter_keys=keys, scatter_warps=warps
+        )
+    for chunk in (2**14, 2**16, 2**17):
+        plans[f"chunk_keys={chunk}"] = replace(base, chunk_keys=chunk)
+    names = ("backward_keys", "stages", "warps", "registers")
+    for sizes in (
+        (64, 1, 4, 168), (64, 2, 4, 0), (64, 2, 4, 128), (64, 3, 4, 168), (64, 2, 8, 0), (64, 1, 8, 128),
+        (128, 2, 8, 0),
+    ):  # fmt: skip
+        changed = dict(zip(names, sizes, strict=True))
+        plans[" ".join(f"{name}={size}" for name, size in changed.items())] = replace(base, **changed)
+    rows_only = {
+        f"{name}, dq and dw alone": (
+            lambda plan=plan: _backward(
+                case.grad, case.q, case.k, case.w, case.indices, case.k_scale, False, False, plan.as_ints()
+            )
+        )
+        for name, plan in plans.items()
+        if name == "default" or "backward_keys" in name
+    }
+    calls: dict[str, Callable[[], object]] = {
+        f"{name}, {'fixed' if fixed else 'atomic'}": (
+            lambda plan=plan, fixed=fixed: case.backward(fixed, plan)  # type: ignore[misc]
+        )
+        for name, plan in plans.items()
+        for fixed in (False, True)
+    }
+    for name, timing in interleaved({**rows_only, **calls}, rounds=5, budget_s=8.0, warmups=1).items():
+        print(f"sweep {dtype} {name}: {timing.median_ms:.3f} ms", file=sys.stderr, flush=True)
 
 
 def main() -> int:

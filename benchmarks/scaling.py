@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from devices import header, one_of, prepare, surroundings
+from devices import MODES, each_of, header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, Trainer
     from hyscale_kernels.training.measure import Baseline
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("materialised", "hytopk", "hytopk+replay")
 BASELINES = ("materialised", "deepgemm+flashinfer")
 TABLE_SIZES = tuple(2**power for power in (20, 22, 24, 26, 28, 30, 31))
 NCCL_S = 40.0  # that the tables should take
@@ -124,8 +123,14 @@ def main(
     ] = None,
     weak: Annotated[int | None, Option(help="tokens a GPU; default: 65536")] = None,
     strong: Annotated[int | None, Option(help="tokens of strong scaling; default: 131072")] = None,
-    split: Annotated[list[str] | None, Option(help="zigzag, contiguous; default: both")] = None,
-    only: Annotated[list[str] | None, Option(help="mode; may be repeated; default: all three")] = None,
+    split: Annotated[
+        list[str] | None,
+        Option(help="zigzag, contiguous; default: both", callback=each_of("zigzag", "contiguous")),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        Option(help="mode; may be repeated; default: all three", callback=each_of(*MODES)),
+    ] = None,
     layers: Annotated[int, Option(min=1, help="layers of GLM-5.1")] = 2,
     warmups: Annotated[int, Option(min=0, help="steps of each mode before those that are timed")] = 1,
     rounds: Annotated[int, Option(min=1, help="timed steps of each mode")] = 3,
@@ -137,10 +142,6 @@ def main(
     began = time.time()
     needs = "" if tiny or predict else "the model without --tiny"
     device = prepare("cpu" if predict else device, needs=needs, gpus=max(ranks or [1]))
-    for name, given, allowed in (("only", only, MODES), ("split", split, ("zigzag", "contiguous"))):
-        wrong = [each for each in given or () if each not in allowed]
-        if wrong:
-            raise typer.BadParameter(f"{wrong[0]!r}; allowed: {', '.join(allowed)}", param_hint=f"--{name}")
     sizes = tuple(sorted(set(ranks or _sizes(device, predict))))
     planned = jobs(
         sizes, weak or (16 if tiny else 65536), strong or (32 if tiny else 131072),
@@ -214,7 +215,7 @@ class Bench:
         from hyscale_kernels.layer import ContextParallel
         from hyscale_kernels.training import Trainer
         from hyscale_kernels.training.measure import clear, rank_0_says
-        from hyscale_kernels.training.steps import measure_modes
+        from hyscale_kernels.training.modes import measure_modes
 
         clear(self.device)
         context = None if job.ranks == 1 else ContextParallel.over(group, split=job.split)  # type: ignore[arg-type]
@@ -259,20 +260,19 @@ class Bench:
 
     def _baseline(self, trainer: "Trainer") -> "Baseline":
         """Found once, at the length of strong scaling: the best size of a table hardly depends on it."""
-        from hyscale_kernels.training.measure import GIB, Baseline, best_baseline, rank_0_says
+        from hyscale_kernels.training.measure import Baseline, best_baseline, rank_0_says
 
         layer = self.config.decoder().layer
         if self.baseline is None and "materialised" not in self.plan.modes:
             self.baseline = Baseline("materialised", layer.table_bytes, {})
         if self.baseline is None:
-            tables = (2**20,) if self.plan.device == "cpu" else (GIB, 4 * GIB, 8 * GIB)
-            self.baseline = best_baseline(layer, 131072 if not self.plan.tiny else 32, self.device, tables)
+            self.baseline = best_baseline(layer, 131072 if not self.plan.tiny else 32, self.device)
         chosen: Baseline = rank_0_says(self.baseline, trainer.context)
         return chosen
 
     def _check(self, trainer: "Trainer", job: Job) -> None:
         """Selections and losses before any step; every job begins with the same parameters."""
-        from hyscale_kernels.training.steps import selection_hashes
+        from hyscale_kernels.training.modes import selection_hashes
 
         split = job.split if job.ranks > 1 else ""
         if (job.ranks, split) not in self.checks:

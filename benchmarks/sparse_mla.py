@@ -32,6 +32,7 @@ from hyscale_kernels.attention.recompute import Weights, launch_bounds, launch_w
 from hyscale_kernels.attention.tiles import Call
 from hyscale_kernels.indexer.rows import Contributions
 from hyscale_kernels.indexer.scatter import launch_grid
+from hyscale_kernels.profiling.ceilings import CACHE_BYTES_PER_S
 from hyscale_kernels.profiling.timing import Timing, interleaved, peak_extra_bytes
 from hyscale_kernels.provenance import environment
 from hyscale_verify.attention.bounds import values_and_bounds
@@ -41,7 +42,6 @@ D, DV, K = 576, 512, 2048
 SCALE = 192**-0.5  # GLM-5.1: the key size before absorption, without the rotary part
 SPREAD, CAUSAL = (8192, 131_072), (8192, 8192)
 TARGET_TFLOPS = {"forward": 300.0, "backward, atomic": 150.0}  # 64 heads, SPREAD
-CACHE_BYTES_PER_S = 6.3e12  # gathers that hit the second-level cache, measured on an H200
 CACHE_ADDITIONS_PER_S = 0.57e12  # float32 additions that hit it, from the indexer's dk on an H200
 EAGER_ROWS, PROFILED_ROWS = 1024, 2048
 

@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from devices import header, one_of, prepare, surroundings
+from devices import MODES, each_of, header, one_of, prepare, surroundings
 
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, Trainer
     from hyscale_kernels.training.measure import Baseline
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("materialised", "hytopk", "hytopk+replay")
 Option = typer.Option
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,7 +76,10 @@ def main(
     largest: Annotated[
         bool, Option("--largest", help="find the longest that fits, and measure there")
     ] = False,
-    only: Annotated[list[str] | None, Option(help="mode to measure; may be repeated; default: all")] = None,
+    only: Annotated[
+        list[str] | None,
+        Option(help="mode to measure; may be repeated; default: all", callback=each_of(*MODES)),
+    ] = None,
     layers: Annotated[int | None, Option(help="of the model; default: as the preset has")] = None,
     steps: Annotated[int, Option(min=1, help="timed steps of a mode")] = 5,
     warmups: Annotated[int, Option(min=0, help="steps before them")] = 2,
@@ -100,9 +102,6 @@ def main(
     out: Annotated[Path, Option(help="folder of the records")] = RESULTS,
     commit: Annotated[str, Option(help="to record; default: as git says")] = "",
 ) -> None:
-    unknown = [mode for mode in only or () if mode not in MODES]
-    if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r}; allowed: {', '.join(MODES)}", param_hint="--only")
     device = prepare(device, needs="" if preset == "tiny" else f"--preset {preset}", gpus=gpus)
     plan = Plan(
         preset=preset, device=device, gpus=gpus, sequences=tuple(sequence or ()), largest=largest,
@@ -153,8 +152,8 @@ def _run(plan: Plan, device: Any, context: Any) -> None:
 def _measure(plan: Plan, trainer: "Trainer", sequence: int, longest: dict[str, Any]) -> None:
     """Measure all modes at one length, and write each one's record."""
     from hyscale_kernels.training.measure import rank_0_says
+    from hyscale_kernels.training.modes import measure_modes
     from hyscale_kernels.training.records import append, scenario, step_record
-    from hyscale_kernels.training.steps import measure_modes
 
     phase = replace(trainer.config.phases[-1], sequence=sequence)
     baseline = _baseline(plan, trainer, sequence)
@@ -193,15 +192,14 @@ def _measure(plan: Plan, trainer: "Trainer", sequence: int, longest: dict[str, A
 
 
 def _baseline(plan: Plan, trainer: "Trainer", sequence: int) -> "Baseline":
-    from hyscale_kernels.training.measure import GIB, Baseline, best_baseline, rank_0_says
+    from hyscale_kernels.training.measure import Baseline, best_baseline, rank_0_says
 
     layer = trainer.config.decoder().layer
     if "materialised" not in plan.modes:
         return Baseline("materialised", layer.table_bytes, {})
     if plan.baseline == "deepgemm+flashinfer":
         return Baseline("deepgemm+flashinfer", layer.table_bytes, {})
-    tables = (GIB, 4 * GIB, 8 * GIB) if plan.device == "cuda" else (2**20,)
-    found = best_baseline(layer, sequence, trainer.device, tables, rivals=plan.baseline == "best")
+    found = best_baseline(layer, sequence, trainer.device, rivals=plan.baseline == "best")
     chosen: Baseline = rank_0_says(found, trainer.context)
     return chosen
 
@@ -210,7 +208,7 @@ def _equal(plan: Plan, trainer: "Trainer", baseline: "Baseline") -> None:
     """Losses and gradients with and without replay, of one short step, bit for bit; RuntimeError if not."""
     import torch
 
-    from hyscale_kernels.training.steps import gradients
+    from hyscale_kernels.training.modes import gradients
 
     first = trainer.config.phases[-1]
     shares = plan.gpus * (2 if plan.split == "zigzag" else 1)

@@ -20,12 +20,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_HOLDS
+from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_HOLDS, EXIT_INTERRUPTED
 from hyscale_ref.output import check_writable, to_standard_output, write_json
 from hyscale_verify.devices import DEVICES, prepare
 from hyscale_verify.errors import EnvironmentLackingError
 
-EXIT_INTERRUPTED = 130
 WIDTH = 132  # of tables that do not go to a terminal
 
 

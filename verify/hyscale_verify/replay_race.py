@@ -10,7 +10,6 @@ themselves, at the same addresses in the same order, timed in the same race. A t
 them, not with their sum, because they overlap.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,8 @@ from hyscale_kernels.hytopk import hytopk
 from hyscale_kernels.indexer import IndexerPlan, backward_workspace_bytes, indexer_loss, selected_scores
 from hyscale_kernels.indexer.api import _backward
 from hyscale_kernels.profiling.additions import add_ones
+from hyscale_kernels.profiling.cases import DTYPES
+from hyscale_kernels.profiling.ceilings import CACHE_BYTES_PER_S, COPY_BYTES_PER_S, GEMM_FLOPS
 from hyscale_kernels.profiling.timing import interleaved, peak_extra_bytes
 from hyscale_kernels.provenance import environment
 from hyscale_kernels.replay import CorruptRecordError, decode_record, import_selection
@@ -30,7 +31,6 @@ from hyscale_kernels.replay.encode import launch_encode
 from hyscale_kernels.replay.tiling import Tiling
 from hyscale_ref import codec, loss
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TARGETS_MS = {
     "encode": 0.3,
     "decode": 0.3,
@@ -38,11 +38,8 @@ TARGETS_MS = {
     "backward, atomic dk": 6.0,
     "backward, fixed-point dk": 12.0,
 }
-COPY_BYTES_PER_S = 4.30e12  # device copy, measured on this GPU model
-CACHE_BYTES_PER_S = 6.3e12  # gathers that hit the second-level cache, likewise
 # Most that the allocator's rounding adds to the bytes that a backward pass states.
 ROUNDING_BYTES = 8 * 2**20
-GEMM_FLOPS = {"bf16": 0.69e15, "fp16": 0.69e15, "fp8": 1.3e15}
 
 Record = dict[str, Any]
 Array = Any
@@ -356,44 +353,6 @@ def _target(call: str, median_ms: float) -> Record:
     if call not in TARGETS_MS:
         return {}
     return {"target_ms": TARGETS_MS[call], "holds": median_ms <= TARGETS_MS[call]}
-
-
-def sweep(dtype: str) -> None:
-    """Print backward times for other tile sizes."""
-    case = Case(dtype, 8192, 2**20, 32, 128, 2048)
-    base = IndexerPlan.default(case.S, case.H, case.D, "cuda")
-    plans = {"default": base}
-    for keys, warps in ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8)):
-        plans[f"scatter_keys={keys} scatter_warps={warps}"] = replace(
-            base, scatter_keys=keys, scatter_warps=warps
-        )
-    for chunk in (2**14, 2**16, 2**17):
-        plans[f"chunk_keys={chunk}"] = replace(base, chunk_keys=chunk)
-    names = ("backward_keys", "stages", "warps", "registers")
-    for sizes in (
-        (64, 1, 4, 168), (64, 2, 4, 0), (64, 2, 4, 128), (64, 3, 4, 168), (64, 2, 8, 0), (64, 1, 8, 128),
-        (128, 2, 8, 0),
-    ):  # fmt: skip
-        changed = dict(zip(names, sizes, strict=True))
-        plans[" ".join(f"{name}={size}" for name, size in changed.items())] = replace(base, **changed)
-    rows_only = {
-        f"{name}, dq and dw alone": (
-            lambda plan=plan: _backward(
-                case.grad, case.q, case.k, case.w, case.indices, case.k_scale, False, False, plan.as_ints()
-            )
-        )
-        for name, plan in plans.items()
-        if name == "default" or "backward_keys" in name
-    }
-    calls: dict[str, Callable[[], object]] = {
-        f"{name}, {'fixed' if fixed else 'atomic'}": (
-            lambda plan=plan, fixed=fixed: case.backward(fixed, plan)  # type: ignore[misc]
-        )
-        for name, plan in plans.items()
-        for fixed in (False, True)
-    }
-    for name, timing in interleaved({**rows_only, **calls}, rounds=5, budget_s=8.0, warmups=1).items():
-        print(f"sweep {dtype} {name}: {timing.median_ms:.3f} ms", file=sys.stderr, flush=True)
 
 
 def race(dtypes: tuple[str, ...] = ("bf16", "fp8")) -> Iterator[Record]:

@@ -4,9 +4,9 @@ from .attention import DsaAttention, LayerOutput, Observation
 from .config import LayerConfig, Step
 from .context_parallel import ContextParallel
 from .model import Decoder, DecoderConfig, Losses, next_tokens
+from .recall import Recall, attention_recall
 from .recompute import recomputed
 from .rows import Rows
-from .statistics import Recall, attention_recall
 from .timer import PartTimer, part
 
 __all__ = [

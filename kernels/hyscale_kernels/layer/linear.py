@@ -18,12 +18,12 @@ from .rotary import rotate, rotate_back
 
 
 class Linear(nn.Module):
-    """x [T, I] to [T, O], without a bias; ``weight`` [O, I] float32, drawn with variance gain**2 / I."""
+    """x [T, I] to [T, O], without a bias; ``weight`` [O, I] float32, drawn with variance 1 / I."""
 
-    def __init__(self, inputs: int, outputs: int, row_block: int | None = None, gain: float = 1.0) -> None:
+    def __init__(self, inputs: int, outputs: int, row_block: int | None = None) -> None:
         super().__init__()
         self.row_block = row_block
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) * (gain * inputs**-0.5))
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype)

@@ -121,12 +121,12 @@ class _Teacher:
     ) -> None:
         self.q, self.latent, self.sink, self.sizes = q, latent, sink, sizes
         self.start, self.end = sizes.rows.windows
-        self.heads = q.shape[1]
+        self.widest = q.shape[1]  # heads of the widest products of a tile
         self.out = q.new_zeros((*q.shape[:2], sizes.value_dim))
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Blocks of rows, each with the tiles of keys that some of its rows see."""
-        elements = max(1, self.sizes.tile_bytes // (4 * self.heads))
+        elements = max(1, self.sizes.tile_bytes // (4 * self.widest))
         R = min(MOST_ROWS, max(1, math.isqrt(elements)))
         N = max(1, elements // R)
         for block, keys in self.sizes.rows.blocks(R):
@@ -180,7 +180,7 @@ class _Student(_Teacher):
     ) -> None:
         super().__init__(q, latent, sink, sizes)
         self.index = index
-        self.heads = max(self.heads, index.q.shape[1])
+        self.widest = max(self.widest, index.q.shape[1])
         self.loss = torch.zeros((), dtype=torch.float32, device=q.device)
         self.dq = torch.zeros_like(index.q, dtype=torch.float32)
         self.dk = torch.zeros_like(index.k, dtype=torch.float32)

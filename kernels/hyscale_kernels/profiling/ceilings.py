@@ -119,5 +119,10 @@ class Ceilings:
         return max(terms)
 
 
-NOMINAL = Ceilings(0.79e15, 1.51e15, 44e12, 4.3e12, 5e-6)
-"""As measured on an H200 (benchmarks/results/profile_quick_*.jsonl): to plan by, before a run has its own."""
+# As measured on an H200 (benchmarks/results/profile_quick_*.jsonl; gathers: benchmarks/sparse_mla.py).
+GEMM_FLOPS = {"bf16": 0.79e15, "fp16": 0.79e15, "fp8": 1.51e15}
+COPY_BYTES_PER_S = 4.3e12
+CACHE_BYTES_PER_S = 6.3e12  # of gathers that hit the second-level cache
+
+NOMINAL = Ceilings(GEMM_FLOPS["bf16"], GEMM_FLOPS["fp8"], 44e12, COPY_BYTES_PER_S, 5e-6)
+"""To plan by, before a run has measured its own."""

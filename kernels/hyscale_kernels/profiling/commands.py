@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE
 from hyscale_ref.output import to_standard_output, write_json
 from hyscale_ref.profile import ProfileError, ProfilePoint, read_profile
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE, need_gpu, say, stop, writable
+from .environment import need_gpu, say, stop, writable
 from .race_command import race_command
 from .run_command import run_command
 
@@ -49,10 +50,10 @@ def show_command(
     if context is not None:
         unread: list[str] = []
         with refusing():
-            from . import context as context_plot
+            from . import length_plot
 
             try:
-                ratios = context_plot.plot(file, context, unread)
+                ratios = length_plot.plot(file, context, unread)
             finally:
                 named(file, unread)
         for dtype, places in ratios.items():

@@ -14,20 +14,16 @@ from ..baselines import materialised_topk, slab_topk
 from ..baselines.rivals import TABLE_BYTES, deepgemm_scores, flashinfer_top_k, with_spare_row
 from ..hytopk import Plan, dense_scores, hytopk
 from ..hytopk.hopper import consumers
-from .cases import Case
+from .cases import DTYPES, Case
 
 Call = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """name; what it is; dtypes it takes; packages it needs; prepare(case) -> call returning indices [T, K].
-
-    exact: it claims the exact set by its own scores (ties aside).
-    """
+    """name; dtypes it takes; packages it needs; prepare(case) -> call returning indices [T, K]."""
 
     name: str
-    description: str
     dtypes: tuple[str, ...]
     packages: tuple[str, ...]
     prepare: Callable[[Case], Call]
@@ -152,28 +148,12 @@ def _cudnn(case: Case) -> Call:
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        Contender("hytopk", "this project's fused kernel", ("bf16", "fp16", "fp8"), (), _hytopk),
-        Contender(
-            "hytopk_unpruned", "HyTopK that leaves out no key tile", ("bf16", "fp16", "fp8"), (), _unpruned
-        ),
-        Contender("torch", "materialised scores in PyTorch, torch.topk", ("bf16", "fp16", "fp8"), (), _torch),
-        Contender(
-            "slab", "scores of a bounded slab in PyTorch, exact selection", ("bf16", "fp16", "fp8"), (), _slab
-        ),
-        Contender(
-            "deepgemm+flashinfer",
-            "DeepGEMM fp8_mqa_logits, FlashInfer deterministic top-k",
-            ("fp8",),
-            ("deep_gemm", "flashinfer"),
-            _deepgemm_flashinfer,
-        ),
-        Contender(
-            "triton+flashinfer",
-            "scores written by this project's dense pass, FlashInfer deterministic top-k",
-            ("bf16", "fp16"),
-            ("flashinfer",),
-            _triton_flashinfer,
-        ),
-        Contender("cudnn", "cuDNN frontend scoring and top-k", ("bf16",), ("cudnn",), _cudnn),
+        Contender("hytopk", tuple(DTYPES), (), _hytopk),
+        Contender("hytopk_unpruned", tuple(DTYPES), (), _unpruned),
+        Contender("torch", tuple(DTYPES), (), _torch),
+        Contender("slab", tuple(DTYPES), (), _slab),
+        Contender("deepgemm+flashinfer", ("fp8",), ("deep_gemm", "flashinfer"), _deepgemm_flashinfer),
+        Contender("triton+flashinfer", ("bf16", "fp16"), ("flashinfer",), _triton_flashinfer),
+        Contender("cudnn", ("bf16",), ("cudnn",), _cudnn),
     )
 }

@@ -1,13 +1,12 @@
-"""What the commands share: exit codes, where messages go, and the answer without a GPU."""
+"""What the commands share: where messages go, and the answer without a GPU."""
 
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
+from hyscale_ref.command import EXIT_ENVIRONMENT
 from hyscale_ref.output import check_writable
-
-EXIT_FAILED, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 

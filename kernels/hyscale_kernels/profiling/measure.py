@@ -65,7 +65,7 @@ def failed(entry: Entry, machine: Machine, error: str) -> ProfilePoint:
 
 
 def common(entry: Entry, machine: Machine) -> dict[str, Any]:
-    op, conditions = entry.op, machine.conditions
+    op = entry.op
     return {
         "op": op.name,
         "implementation": op.implementation,
@@ -74,7 +74,6 @@ def common(entry: Entry, machine: Machine) -> dict[str, Any]:
         "regime": op.regime,
         **shared(machine),
         "time_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "device": conditions.name,
     }
 
 

@@ -18,6 +18,8 @@ from .contenders import CONTENDERS
 from .gate import objection, sampled_rows
 from .timing import SPIN_CYCLES, interleaved, peak_extra_bytes
 
+STAGE_ROUNDS = 5  # of which the median counts
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -48,7 +50,7 @@ def sorts_its_own_scores(case: Case, indices: torch.Tensor) -> bool:
     )
 
 
-def hytopk_stages(select: Callable[[], object], repeats: int = 5) -> dict[str, float]:
+def hytopk_stages(select: Callable[[], object]) -> dict[str, float]:
     """Median milliseconds of each stage of ``select``, a call of HyTopK, by events around its launches."""
     names = [name for name in dir(api) if name.startswith("launch_")]
     originals = {name: getattr(api, name) for name in names}
@@ -69,7 +71,7 @@ def hytopk_stages(select: Callable[[], object], repeats: int = 5) -> dict[str, f
     try:
         for name in names:
             setattr(api, name, timed(name))
-        for _ in range(repeats):
+        for _ in range(STAGE_ROUNDS):
             events.clear()
             torch.cuda._sleep(SPIN_CYCLES)
             select()

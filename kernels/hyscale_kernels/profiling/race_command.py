@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED
 from hyscale_ref.output import to_standard_output, write_json
 
-from .environment import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED, err, need_gpu, say, stop, writable
+from .environment import err, need_gpu, say, stop, writable
 
 # Races of other ops, which need more than the kernels: each entry names a module with race() and header().
 RACES = "hyscale.races"
@@ -27,6 +28,7 @@ DEFAULTS = {
     "windows": "full",
     "rivals": "deepgemm+flashinfer,triton+flashinfer,cudnn",
 }
+ROUNDS, BUDGET_S = 15, 20.0
 
 
 class Raced(StrEnum):
@@ -60,8 +62,10 @@ def race_command(
     rivals: Annotated[
         str | None, typer.Option(help=f"contenders beside hytopk, if installed [{DEFAULTS['rivals']}]")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="timed calls a contender")] = 15,
-    budget: Annotated[float, typer.Option(min=0.1, help="seconds of device time a race")] = 20.0,
+    rounds: Annotated[int | None, typer.Option(min=3, help=f"timed calls a contender [{ROUNDS}]")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0.1, help=f"seconds of device time a race [{BUDGET_S:g}]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="append the records to this JSON Lines file")] = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="write the records as one JSON file; - for standard output")
@@ -76,9 +80,11 @@ def race_command(
     writable("--json", as_json)
     given = {"shapes": shapes, "dtypes": dtypes, "regimes": regimes, "windows": windows, "rivals": rivals}
     if op is Raced.replay:
-        for name, value in given.items():
+        for name, value in {**given, "rounds": rounds, "budget": budget}.items():
             if value is not None:
-                raise typer.BadParameter("is for --op hytopk; replay has one shape", param_hint=f"--{name}")
+                raise typer.BadParameter(
+                    "is for --op hytopk; replay's shape, rounds and budget are fixed", param_hint=f"--{name}"
+                )
         need_gpu()
         _race_replay(out, as_json)
         return
@@ -124,7 +130,7 @@ def race_command(
                 say(f"left out: {what}: its inputs do not fit ({str(error).splitlines()[0]})")
                 results.failed = True
                 continue
-            for record in race(case, names, rounds=rounds, budget_s=budget):
+            for record in race(case, names, rounds=rounds or ROUNDS, budget_s=budget or BUDGET_S):
                 results.add(record)
             del case
     results.show(table_of(results.records))

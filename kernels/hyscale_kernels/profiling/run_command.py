@@ -10,20 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from hyscale_ref.output import to_standard_output, write_json
 from hyscale_ref.profile import ProfileError, ProfilePoint, ProfileWriter, read_profile, shape_text
 
-from .environment import (
-    EXIT_ENVIRONMENT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    err,
-    need_gpu,
-    say,
-    stop,
-    writable,
-)
+from .environment import err, need_gpu, say, stop, writable
 
 if TYPE_CHECKING:
     from .op import Entry
@@ -245,8 +236,9 @@ def plan(wanted: "Sequence[Entry]", name: str, as_json: Path | None) -> None:
         Console(highlight=False, soft_wrap=True).print(
             f"{together} collectives besides, on machines of at least 2 GPUs"
         )
-    for label in {entry.op.label: entry.op.missing() for entry in wanted if entry.op.missing()}:
-        missing = next(entry.op.missing() for entry in wanted if entry.op.label == label)
+    for label, missing in {entry.op.label: entry.op.missing() for entry in wanted}.items():
+        if not missing:
+            continue
         Console(highlight=False, soft_wrap=True).print(
             f"left out: {label} needs {missing!r}, which is not installed"
         )

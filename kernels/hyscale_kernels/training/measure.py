@@ -20,8 +20,10 @@ from ..layer.indexer import Projections, scored
 from ..layer.selection import select
 
 GIB = 2**30
-TABLES = (GIB, 4 * GIB, 8 * GIB, 16 * GIB)  # chunks of the score table that are tried
+TABLES = (GIB, 4 * GIB, 8 * GIB)  # chunks of the score table that are tried on a GPU
+SMALL_TABLES = (2**20,)  # and on a CPU
 SHARE = 16  # candidates are timed on every 16th part of a sequence: its middle rows
+TRIES = 4  # of lengths, to find the longest
 LOST = 4  # a candidate whose first run takes so many times the best so far is not run again
 
 
@@ -38,16 +40,19 @@ def best_baseline(
     layer: LayerConfig,
     sequence: int,
     device: torch.device,
-    tables: Sequence[int] = TABLES,
+    tables: Sequence[int] | None = None,
     *,
     rivals: bool = True,
 ) -> Baseline:
     """The fastest materialised selection of random operands, over the rows in the middle of a sequence.
 
     PyTorch and, if ``rivals``, DeepGEMM with FlashInfer (both installed, and the indexer fp8), each with
-    every size of the table. Each runs three times, and the better of the last two counts; one whose first run
-    takes LOST times the best is left at that. RuntimeError if none runs.
+    every size of the table, ``tables`` in bytes (default: TABLES, on a CPU SMALL_TABLES). Each runs
+    three times, and the better of the last two counts; one whose first run takes LOST times the best is left
+    at that. RuntimeError if none runs.
     """
+    if tables is None:
+        tables = TABLES if device.type == "cuda" else SMALL_TABLES
     indexer, dtype = layer.shape.indexer, layer.dtype
     unit = SHARE * indexer.key_ratio
     whole = max(unit, sequence // unit * unit)
@@ -131,7 +136,7 @@ def in_turns(
 
 
 def longest(
-    peak: Callable[[int], int | None], *, start: int, unit: int, capacity: int, limit: int, tries: int = 4
+    peak: Callable[[int], int | None], *, start: int, unit: int, capacity: int, limit: int
 ) -> tuple[int, list[tuple[int, int | None]]]:
     """The longest length, a multiple of ``unit``, that fits ``capacity`` bytes; and what was tried.
 
@@ -153,7 +158,7 @@ def longest(
     slope = max((double - short) / start, 1e-9)
     guess = min(limit, int((capacity - short) / slope) + start)
     fits, fails = 2 * start, limit + unit
-    for number in range(tries):
+    for number in range(TRIES):
         guess = guess // unit * unit
         if not fits < guess < fails:
             break

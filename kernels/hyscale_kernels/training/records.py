@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from ..baselines.materialised import BYTES_PER_SCORE
 from ..layer import LayerConfig
 from ..layer.config import Recompute, SelectionName
 from ..layer.rows import Split
@@ -19,7 +20,7 @@ SCHEMA = 1
 CLUSTER = "h200-64x8"
 Mode = Literal["materialised", "hytopk", "hytopk+replay"]
 MODES: tuple[Mode, ...] = ("materialised", "hytopk", "hytopk+replay")
-TABLE_BYTES_A_SCORE = {"materialised": 24, "deepgemm+flashinfer": 4}
+TABLE_BYTES_A_SCORE = {"materialised": BYTES_PER_SCORE, "deepgemm+flashinfer": 4}
 RIVALS = {"materialised": ("torch", "torch.topk"), "deepgemm+flashinfer": ("deepgemm", "flashinfer")}
 
 

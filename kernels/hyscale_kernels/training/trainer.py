@@ -141,17 +141,12 @@ class Trainer:
         return language, kl, norm
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, *, batches: int = 1) -> tuple[float, list[float]]:
+    def evaluate(self, phase: Phase) -> tuple[float, list[float]]:
         """(cross entropy, KL of each layer) of text that is never trained on, in the phase's stage."""
-        total: list[list[float]] = []
-        for number in range(batches):
-            batch, rows = self.held_out(phase, number)
-            tokens, targets = (rows.of_sequence(each).to(self.device) for each in batch[:2])
-            losses = self.model(tokens, targets, Step(rows=rows, context=self.context, stage=phase.stage))
-            language, kl = self._over_ranks(losses.language, losses.indexer)
-            total.append([language, *kl])
-        means = [sum(column) / batches for column in zip(*total, strict=True)]
-        return means[0], means[1:]
+        batch, rows = self.held_out(phase)
+        tokens, targets = (rows.of_sequence(each).to(self.device) for each in batch[:2])
+        losses = self.model(tokens, targets, Step(rows=rows, context=self.context, stage=phase.stage))
+        return self._over_ranks(losses.language, losses.indexer)
 
     def recall(self, phase: Phase, *, sample: int = 64) -> dict[int, Recall]:
         """Attention mass that each selecting layer's selection recalls on held-out text; see ``Recall``.

@@ -34,9 +34,9 @@ from hyscale_kernels.training import (
     save,
 )
 from hyscale_kernels.training.measure import GIB, Baseline, best_baseline, in_turns, longest
+from hyscale_kernels.training.modes import measure_modes, summarise
 from hyscale_kernels.training.ranks import torchrun_group
 from hyscale_kernels.training.records import MODES, append, scenario, step_record
-from hyscale_kernels.training.steps import measure_modes, summarise
 from hyscale_simulator.measured_steps import read_steps
 
 ROOT = Path(__file__).parents[3]

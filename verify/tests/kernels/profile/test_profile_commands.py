@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hyscale_kernels.profiling import ceilings, machine, ops, run_command, session
 from hyscale_kernels.profiling.commands import profile
 from hyscale_kernels.profiling.compare import Pair, compare
-from hyscale_kernels.profiling.context import FASTEST, floor_us, from_profile, from_race, pairs
+from hyscale_kernels.profiling.length_plot import FASTEST, floor_us, from_profile, from_race, pairs
 from hyscale_kernels.profiling.op import Entry
 from hyscale_kernels.profiling.ranks import (
     SAMPLES,
