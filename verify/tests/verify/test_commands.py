@@ -281,7 +281,7 @@ def test_a_signal_ends_a_run_with_its_processes_and_leaves_the_report(
     )
     assert process.stderr is not None
     assert "units" in process.stderr.readline()
-    time.sleep(4)
+    time.sleep(1)
     process.send_signal(sent)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
