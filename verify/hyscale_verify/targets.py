@@ -120,11 +120,11 @@ class HyTopK:
         sizes = case.sizes
         if sizes is None:
             return None
-        T, H, D = case.q.shape
+        T, _, D = case.q.shape
         inputs = case.tensors(self.device)
         hopper = self.module("hytopk.hopper").obstacle(inputs.q, inputs.k) is None
         default = self.api.Plan.default(
-            T, case.num_keys, H, D, case.top_k, DTYPES[case.dtype], torch.device(self.device)
+            T, case.num_keys, D, case.top_k, DTYPES[case.dtype], torch.device(self.device)
         )
         return replace(
             default,

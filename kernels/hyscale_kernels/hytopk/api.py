@@ -36,6 +36,7 @@ NAMESPACE = __name__.partition(".")[0]
 LOW_PRECISION = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEADS = 128
 MAX_HEAD_SIZE = 256
+MAX_KEYS = 2**31 - 1
 
 
 def hytopk(
@@ -87,9 +88,7 @@ def hytopk(
     check_call(q, k, w, start, end, k_scale)
     top_k = check_top_k(top_k)
     if plan is not None:
-        _check_plan(plan, top_k)
-        if plan.consumers and (why := obstacle(q, k)):
-            raise ValueError(f"plan.consumers is {plan.consumers}, but Hopper's scan cannot run here: {why}")
+        _check_plan(plan, top_k, q, k)
     sizes = [] if plan is None else plan.as_ints()  # the operator plans: its arithmetic is not traced
     indices, count, scores, nans, rescored, candidates, invalid = _hytopk(
         q.detach(), k.detach(), w.detach(), top_k, start, end, k_scale, return_scores, sizes
@@ -124,10 +123,10 @@ def dense_scores(
     For verification and small problems; arguments and errors as ``hytopk``. NaN is kept, -0 is +0.
     """
     check_call(q, k, w, start, end, k_scale)
-    (T, H, D), S = q.shape, k.shape[0]
+    T, S, D = q.shape[0], *k.shape
     if plan is None:
-        plan = Plan.default(T, S, H, D, 1, q.dtype, q.device)
-    _check_plan(plan, 1)
+        plan = Plan.default(T, S, D, 1, q.dtype, q.device)
+    _check_plan(plan, 1, q, k)
     if q.device.type == "cpu":
         check_windows(start, end, k.shape[0])
         check_scales(k_scale)
@@ -140,18 +139,41 @@ def dense_scores(
 def workspace_bytes(
     T: int, S: int, H: int, D: int, top_k: int, dtype: torch.dtype, device: str = "cuda"
 ) -> int:
-    """Peak bytes that ``hytopk`` allocates beside its outputs; at most 16 * T * top_k + 64 MiB."""
+    """Peak bytes that ``hytopk`` allocates beside its outputs; at most 16 * T * top_k + 64 MiB.
+
+    TypeError or ValueError for sizes or a dtype that ``hytopk`` would refuse.
+    """
     check_top_k(top_k)
-    size = max(
+    for name, size, least, most in (
+        ("T", T, 0, None), ("S", S, 0, MAX_KEYS), ("H", H, 1, MAX_HEADS), ("D", D, 1, MAX_HEAD_SIZE)
+    ):  # fmt: skip
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is {size!r}; it must be an int")
+        if size < least or (most is not None and size > most):
+            raise ValueError(f"{name} is {size}; allowed: {least} or more{f', up to {most}' if most else ''}")
+    allowed = (*LOW_PRECISION, *([torch.float32] if torch.device(device).type == "cpu" else []))
+    if dtype not in allowed:
+        names = ", ".join(str(each).removeprefix("torch.") for each in allowed)
+        raise TypeError(f"dtype is {dtype!r}; allowed on {device}: torch's {names}")
+    peak = max(
         (
             each.plan.workspace_bytes(T, each.keys, D)
             for causal in (False, True)[: 1 + (T == S)]
-            for each in passes(T, S, H, D, top_k, dtype, device, causal=causal)
+            for each in passes(T, S, D, top_k, dtype, device, causal=causal)
         ),
         default=0,
     )
-    assert size <= workspace_bound(T, top_k), (size, workspace_bound(T, top_k))
-    return size
+    assert peak <= workspace_bound(T, top_k), (peak, workspace_bound(T, top_k))
+    return peak
+
+
+def default_plan(q: torch.Tensor, k: torch.Tensor, top_k: int) -> Plan:
+    """The plan that ``hytopk`` makes for q and k when every row may see every key: what to vary a size of.
+
+    A causal call without windows has a plan for each of its passes.
+    """
+    T, S, D = q.shape[0], *k.shape
+    return Plan.default(T, S, D, check_top_k(top_k), q.dtype, q.device, consumers=consumers(q, k))
 
 
 def warm_up(H: int, D: int, dtype: torch.dtype, device: torch.device | str = "cuda") -> tuple[int, float]:
@@ -165,7 +187,7 @@ def warm_up(H: int, D: int, dtype: torch.dtype, device: torch.device | str = "cu
     w = torch.zeros((1, H), device=device)
     scale = torch.ones(1, device=device) if dtype == torch.float8_e4m3fn else None
     bound = torch.zeros(1, dtype=torch.int32, device=device)
-    plan = Plan.default(1, 1, H, D, 1, dtype, device, consumers=consumers(q, k))
+    plan = default_plan(q, k, 1)
     begin = time.perf_counter()
     with _compilations() as compiled:
         for start, end, scores, (table_keys, prune_keys) in itertools.product(
@@ -207,7 +229,7 @@ def _hytopk(
     return_scores: bool,
     plan: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (T, H, D), S = q.shape, k.shape[0]
+    T, S, D = q.shape[0], *k.shape
     if q.device.type == "cpu":
         check_windows(start, end, S)
         check_scales(k_scale)
@@ -219,7 +241,7 @@ def _hytopk(
         lo, hi = launch_prepare(start, end, S, invalid)
         problem = Problem(q, k, w, k_scale, lo, hi)
         for part in passes(
-            T, S, H, D, top_k, q.dtype, q.device, causal=causal, plan=sizes, consumers=consumers(q, k)
+            T, S, D, top_k, q.dtype, q.device, causal=causal, plan=sizes, consumers=consumers(q, k)
         ):
             _select_rows(problem.first_keys(part.keys), results, part, top_k)
     return indices, count, scores, nans, pending, filled, invalid
@@ -293,10 +315,12 @@ def check_top_k(top_k: int) -> int:
     return top_k
 
 
-def _check_plan(plan: Plan, top_k: int) -> None:
+def _check_plan(plan: Plan, top_k: int, q: torch.Tensor, k: torch.Tensor) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
     plan.check(top_k)
+    if plan.consumers and (why := obstacle(q, k)):
+        raise ValueError(f"plan.consumers is {plan.consumers}, but Hopper's scan cannot run here: {why}")
 
 
 def _tensor(name: str, value: object, axes: str, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
@@ -347,8 +371,8 @@ def check_inputs(q: object, k: object, w: object, k_scale: object) -> dict[str, 
         raise ValueError(f"k has shape {list(k.shape)}; with q {list(q.shape)} it must be [S, {D}]")
     if tuple(w.shape) != (T, H):
         raise ValueError(f"w has shape {list(w.shape)}; with q {list(q.shape)} it must be [{T}, {H}]")
-    if S >= 2**31:
-        raise ValueError(f"k has {S} keys; at most {2**31 - 1} are allowed")
+    if S > MAX_KEYS:
+        raise ValueError(f"k has {S} keys; at most {MAX_KEYS} are allowed")
     given: dict[str, torch.Tensor] = {"q": q, "k": k, "w": w}
     if q.dtype == torch.float8_e4m3fn:
         if k_scale is None:

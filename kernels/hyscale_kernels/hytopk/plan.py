@@ -106,6 +106,10 @@ class Plan:
     prune_keys: int = 0
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"plan.{each.name} is {value!r}; it must be an int")
         for name in ("tile_rows", "tile_keys", "gather", "row_group", "repair_splits"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -150,7 +154,6 @@ class Plan:
         cls,
         T: int,
         S: int,
-        H: int,
         D: int,
         top_k: int,
         dtype: torch.dtype,
@@ -299,7 +302,6 @@ class Pass:
 def passes(
     T: int,
     S: int,
-    H: int,
     D: int,
     top_k: int,
     dtype: torch.dtype,
@@ -318,7 +320,7 @@ def passes(
     while row0 < T:
         if plan is None and (causal or sizes is None):
             seen = min(S, row0 + MOST_CHUNK_ROWS) if causal else S
-            sizes = Plan.default(T, seen, H, D, top_k, dtype, device, consumers=consumers)
+            sizes = Plan.default(T, seen, D, top_k, dtype, device, consumers=consumers)
         assert sizes is not None
         rows = min(sizes.row_chunk, T - row0)
         yield Pass(row0, rows, min(S, row0 + rows) if causal else S, sizes)

@@ -64,7 +64,7 @@ def _plateau_kernel(
     index_ptr,
     count_ptr,
     score_ptr,
-    nan_ptr,
+    nan_ptr,  # not read: one of Results.pointers()
     pending_ptr,
     row0,
     S,

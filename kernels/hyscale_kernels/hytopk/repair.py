@@ -145,7 +145,7 @@ def _merge_kernel(
     count_ptr,
     score_ptr,
     nan_ptr,
-    pending_ptr,
+    pending_ptr,  # not read: one of Results.pointers()
     row0,
     buffers,
     capacity,

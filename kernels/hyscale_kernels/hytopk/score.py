@@ -3,7 +3,8 @@
     s[t, j] = k_scale[j] * sum_h w[t, h] * relu(q[t, h] . k[j])                        float32
 
 Every stage that looks at a score (sampling, scan, rescoring, repair, the dense pass) calls one of the
-two helpers below, and both give the same bits:
+two helpers below, and both give the same bits; hopper.py writes the first of them again, for its own
+layouts, and is held against it bit by bit:
 
 * one tensor-core dot product over the whole of D (operands as they are, float32 accumulation, the
   warp-group instruction: the tile's M side is at least 64, because fp8's narrow form rounds otherwise);

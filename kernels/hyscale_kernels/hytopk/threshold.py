@@ -39,7 +39,7 @@ def sample_keys(i, lo, hi, samples):
     return lo + i * stride + (extra + jitter).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["row0", "R", "S", "samples", "capacity"])
+@triton.jit(do_not_specialize=["row0", "R", "samples", "capacity"])
 def _sample_kernel(
     q_ptr,
     k_ptr,
@@ -50,7 +50,6 @@ def _sample_kernel(
     sample_ptr,
     row0,
     R,
-    S,
     samples,
     capacity,
     q_stride_t,
@@ -177,7 +176,6 @@ def launch_threshold(
             samples,
             row0,
             R,
-            problem.num_keys,
             plan.samples,
             plan.capacity,
             *problem.strides(),

@@ -12,8 +12,7 @@ import torch
 
 from ..baselines import materialised_topk, slab_topk
 from ..baselines.rivals import TABLE_BYTES, deepgemm_scores, flashinfer_top_k, with_spare_row
-from ..hytopk import Plan, dense_scores, hytopk
-from ..hytopk.hopper import consumers
+from ..hytopk import default_plan, dense_scores, hytopk
 from .cases import DTYPES, Case
 
 Call = Callable[[], torch.Tensor]
@@ -50,11 +49,7 @@ def _hytopk(case: Case) -> Call:
 
 
 def _unpruned(case: Case) -> Call:
-    T, H, D = case.q.shape
-    default = Plan.default(
-        T, case.keys, H, D, case.top_k, case.q.dtype, case.q.device, consumers=consumers(case.q, case.k)
-    )
-    plan = replace(default, prune_keys=0)
+    plan = replace(default_plan(case.q, case.k, case.top_k), prune_keys=0)
     return lambda: hytopk(case.q, case.k, case.w, case.top_k, plan=plan, **_arguments(case)).indices
 
 

@@ -31,9 +31,8 @@ class ReplayedSelection:
 
     indices   int32 [T, K], strictly ascending in each row, -1 beyond ``count``
     count     int32 [T]
-    status    int32 [T], 0 where all is well, else what the decoder found (decode.FAULTS); such a row, and
-    with
-              changed windows every row, selects nothing
+    status    int32 [T], 0 where all is well, else what the decoder found (decode.FAULTS); such a row
+              selects nothing, and with changed windows no row selects anything
     """
 
     indices: torch.Tensor

@@ -14,8 +14,7 @@ an exception leaves the frame as it was before it.
     frame = tape.frame(microbatch=0)
     x = checkpoint(frame.region(lambda x: layer(x, frame)), x, use_reentrant=True)   # twice: records, replays
     ...
-    tape.finish()                                                                     # after the last
-    backward
+    tape.finish()  # after the last backward pass
 
 Shape letters: T queries, S keys, H heads, D head size, K = top_k.
 """

@@ -274,11 +274,11 @@ def workspace_is_bounded(trial: Trial) -> None:
 def no_score_table(trial: Trial) -> None:
     """The memory really allocated beside the outputs is no more than stated."""
     case = trial.case
-    T, H, D = case.q.shape
+    T, _, D = case.q.shape
     inputs = case.tensors(trial.device)
     plan = trial.hytopk.plan(case)
     sizes = plan or trial.hytopk.api.Plan.default(
-        T, case.num_keys, H, D, case.top_k, DTYPES[case.dtype], torch.device(trial.device)
+        T, case.num_keys, D, case.top_k, DTYPES[case.dtype], torch.device(trial.device)
     )
     stated = sizes.workspace_bytes(T, case.num_keys, D)
     if trial.device == "cuda":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hyscale_kernels.hytopk import Plan, hytopk
+from hyscale_kernels.hytopk import Plan, dense_scores, hytopk
 from hyscale_kernels.hytopk.hopper import _share_kernel, obstacle
 
 COMPILE = """
@@ -68,11 +68,13 @@ def test_it_compiles_for_sm_90_and_fits(
 def test_a_plan_for_it_is_refused_where_it_cannot_run() -> None:
     q, k, w = torch.zeros(2, 4, 16), torch.zeros(300, 16), torch.zeros(2, 4)
     assert "compute capability 9.0" in str(obstacle(q, k))
-    plan = replace(Plan.default(2, 300, 4, 16, 5, torch.float32, "cpu"), consumers=3)
+    plan = replace(Plan.default(2, 300, 16, 5, torch.float32, "cpu"), consumers=3)
     with pytest.raises(
         ValueError, match=r"plan\.consumers is 3, but Hopper's scan cannot run here: it needs"
     ):
         hytopk(q, k, w, 5, end=torch.full((2,), 300, dtype=torch.int32), plan=plan)
+    with pytest.raises(ValueError, match=r"plan\.consumers is 3, but Hopper's scan cannot run here"):
+        dense_scores(q, k, w, end=torch.full((2,), 300, dtype=torch.int32), plan=plan)
 
 
 class Shaped:

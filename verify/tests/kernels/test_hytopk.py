@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyscale_kernels
-from hyscale_kernels.hytopk import Plan, hytopk, warm_up, workspace_bytes
+from hyscale_kernels.hytopk import Plan, default_plan, hytopk, warm_up, workspace_bytes
 from hyscale_kernels.hytopk.api import NAMESPACE
 from hyscale_kernels.hytopk.plan import MOST_CHUNK_ROWS, passes, threshold_rank, workspace_bound
 from hyscale_kernels.hytopk.problem import Problem
@@ -38,16 +39,16 @@ def test_workspace_stops_growing_with_the_length(S: int) -> None:
 
 
 def test_a_causal_call_has_workspace_for_each_of_its_passes() -> None:
-    T, sizes = 20000, (32, 128, 2048, torch.float8_e4m3fn, "cuda")
-    stated = workspace_bytes(T, T, *sizes)
+    T, sizes = 20000, (128, 2048, torch.float8_e4m3fn, "cuda")
+    stated = workspace_bytes(T, T, 32, *sizes)
     for causal in (False, True):
         for each in passes(T, T, *sizes, causal=causal):
-            assert each.plan.workspace_bytes(T, each.keys, sizes[1]) <= stated
+            assert each.plan.workspace_bytes(T, each.keys, sizes[0]) <= stated
 
 
 def test_causal_passes_see_their_own_keys_and_no_more() -> None:
     T = 50000
-    found = list(passes(T, T, 32, 128, 2048, torch.bfloat16, "cuda", causal=True))
+    found = list(passes(T, T, 128, 2048, torch.bfloat16, "cuda", causal=True))
     assert sum(each.rows for each in found) == T
     for each, following in itertools.pairwise(found):
         assert following.row0 == each.row0 + each.rows
@@ -55,9 +56,7 @@ def test_causal_passes_see_their_own_keys_and_no_more() -> None:
         assert each.keys == each.row0 + each.rows
         assert (
             each.plan.samples
-            == Plan.default(
-                T, min(T, each.row0 + MOST_CHUNK_ROWS), 32, 128, 2048, torch.bfloat16, "cuda"
-            ).samples
+            == Plan.default(T, min(T, each.row0 + MOST_CHUNK_ROWS), 128, 2048, torch.bfloat16, "cuda").samples
         )
     by_table = [each.keys <= each.plan.table_keys for each in found]
     assert by_table[0]
@@ -66,7 +65,7 @@ def test_causal_passes_see_their_own_keys_and_no_more() -> None:
 
 
 def test_passes_over_windows_see_every_key_and_share_a_plan() -> None:
-    found = list(passes(9000, 70000, 32, 128, 2048, torch.bfloat16, "cuda", causal=False))
+    found = list(passes(9000, 70000, 128, 2048, torch.bfloat16, "cuda", causal=False))
     assert len(found) > 1
     assert {each.keys for each in found} == {70000}
     assert len({each.plan for each in found}) == 1
@@ -88,7 +87,7 @@ def binomial_tail(n: int, p: float, counts: range) -> float:
 def test_a_threshold_fails_a_row_in_a_million_at_most(top_k: int, S: int) -> None:
     """The m-th best of n samples lets more keys through than fit when fewer than m samples are among the
     ``capacity`` best keys, and fewer than K when m samples are among the K best."""
-    plan = Plan.default(4096, S, 32, 128, top_k, torch.float8_e4m3fn, "cuda")
+    plan = Plan.default(4096, S, 128, top_k, torch.float8_e4m3fn, "cuda")
     n, rank = plan.samples, threshold_rank(top_k * plan.samples / S)
     if plan.capacity < S:  # else every key is kept
         assert binomial_tail(n, plan.capacity / S, range(rank + rank // 16)) < 1.1e-6
@@ -112,7 +111,7 @@ def test_an_operator_makes_its_own_plan(device: str) -> None:
     low = torch.float32 if device == "cpu" else torch.bfloat16
     q, k = torch.ones(3, 2, 16, device=device, dtype=low), torch.ones(3, 16, device=device, dtype=low)
     w = torch.ones(3, 2, device=device)
-    plan = Plan.default(3, 3, 2, 16, 2, low, device)
+    plan = default_plan(q, k, 2)
     with Sizes() as sizes:
         first = hytopk(q, k, w, 2)
         second = hytopk(q, k, w, 2, plan=plan)
@@ -129,7 +128,7 @@ def test_a_warm_up_leaves_nothing_to_compile(device: str) -> None:
 
 
 def test_chunks_cover_all_rows_and_keys_evenly() -> None:
-    plan = Plan.default(5000, 10**6, 32, 128, 2048, torch.bfloat16, "cuda")
+    plan = Plan.default(5000, 10**6, 128, 2048, torch.bfloat16, "cuda")
     assert plan.row_chunk % plan.tile_rows == 0
     assert plan.key_chunk % plan.tile_keys == 0
     chunks = -(-5000 // plan.row_chunk)
@@ -157,13 +156,50 @@ def test_chunks_cover_all_rows_and_keys_evenly() -> None:
     ],
 )
 def test_a_plan_that_cannot_run_names_the_size(change: dict[str, int], message: str) -> None:
-    plan = Plan.default(10, 300, 4, 16, 5, torch.float32, "cpu")
+    plan = Plan.default(10, 300, 16, 5, torch.float32, "cpu")
     with pytest.raises(ValueError, match=message.split(";")[0]):
         dataclasses.replace(plan, **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prune_keys": 1.5}, "1.5"),
+        ({"tile_rows": 16.0}, "16.0"),
+        ({"warps": True}, "True"),
+        ({"samples": None}, "None"),
+    ],
+)
+def test_a_size_of_a_plan_that_is_no_integer_is_named(change: dict[str, Any], said: str) -> None:
+    plan = Plan.default(10, 300, 16, 5, torch.float32, "cpu")
+    with pytest.raises(TypeError, match=rf"plan\.{next(iter(change))} is {said}; it must be an int"):
+        dataclasses.replace(plan, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"T": -1}, ValueError, "T is -1; allowed: 0 or more"),
+        ({"S": 2**31}, ValueError, "S is 2147483648; allowed: 0 or more, up to 2147483647"),
+        ({"H": 0}, ValueError, "H is 0; allowed: 1 or more, up to 128"),
+        ({"D": 257}, ValueError, "D is 257; allowed: 1 or more, up to 256"),
+        ({"T": 2.5}, TypeError, "T is 2.5; it must be an int"),
+        ({"top_k": 0}, ValueError, "top_k is 0"),
+        ({"dtype": torch.float32}, TypeError, "dtype is torch.float32; allowed on cuda"),
+        ({"dtype": "bf16"}, TypeError, "dtype is 'bf16'; allowed on cuda: torch's bfloat16, float16"),
+    ],
+)
+def test_the_workspace_of_a_call_that_would_be_refused_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    sizes: dict[str, Any] = {"T": 8, "S": 8, "H": 2, "D": 16, "top_k": 4, "dtype": torch.bfloat16}
+    assert workspace_bytes(**sizes) > 0
+    with pytest.raises(error, match=message):
+        workspace_bytes(**(sizes | change))
+
+
 def test_a_plan_survives_the_operator_boundary() -> None:
-    plan = Plan.default(10, 300, 4, 16, 5, torch.float32, "cpu")
+    plan = Plan.default(10, 300, 16, 5, torch.float32, "cpu")
     assert Plan.from_ints(plan.as_ints()) == plan
     with pytest.raises(ValueError, match="a plan has 16 sizes, got 2"):
         Plan.from_ints([1, 2])

@@ -53,8 +53,8 @@ def problem_of(values: Values, dtype: str, device: str, windows: Windows | None 
 
 
 def plan_of(problem: Problem) -> Plan:
-    T, H, D = problem.q.shape
-    plan = Plan.default(T, problem.num_keys, H, D, 1, problem.q.dtype, problem.device)
+    T, _, D = problem.q.shape
+    plan = Plan.default(T, problem.num_keys, D, 1, problem.q.dtype, problem.device)
     return replace(plan, tile_rows=ROWS, tile_keys=KEYS, segment=0)
 
 
@@ -319,7 +319,7 @@ def test_the_last_block_of_as_many_keys_as_there_can_be_is_listed(device: str) -
     k = torch.ones((1, D), dtype=torch.bfloat16, device=device).expand(S, D)
     q, w = torch.ones((1, 1, D), dtype=torch.bfloat16, device=device), torch.ones((1, 1), device=device)
     lo, hi = (torch.tensor([each], dtype=torch.int32, device=device) for each in (S - 3 * KEYS, S))
-    plan = replace(Plan.default(1, 8 * KEYS, 1, D, 1, torch.bfloat16, device), tile_rows=ROWS, tile_keys=KEYS)
+    plan = replace(Plan.default(1, 8 * KEYS, D, 1, torch.bfloat16, device), tile_rows=ROWS, tile_keys=KEYS)
     for threshold, wanted in ((-INF, [4, 5, 6, 7]), (1.0, [4, 5, 6, 7])):
         bitmap = torch.full((1, 8 * KEYS // 32), -1, dtype=torch.int32, device=device)
         low = torch.tensor([threshold], device=device)

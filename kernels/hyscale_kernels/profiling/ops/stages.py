@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...hytopk import default_plan
 from ...hytopk.compact import launch_compact
-from ...hytopk.hopper import consumers
 from ...hytopk.plan import Plan, ceil_div
 from ...hytopk.plateau import launch_plateau
 from ...hytopk.prepare import launch_prepare
@@ -61,8 +61,8 @@ class Stages:
     def of(cls, drawn: Case) -> "Stages":
         """Run every stage once. ValueError for contexts so short that HyTopK takes another way."""
         q, k, w, top_k = drawn.q, drawn.k, drawn.w, drawn.top_k
-        (T, H, D), S, device = q.shape, k.shape[0], q.device
-        plan = Plan.default(T, S, H, D, top_k, q.dtype, device, consumers=consumers(q, k))
+        T, S, device = q.shape[0], k.shape[0], q.device
+        plan = default_plan(q, k, top_k)
         if plan.table_keys >= S:
             raise ValueError(f"keys = {S}: there are no such stages at {plan.table_keys} keys or fewer")
         indices = torch.empty((T, top_k), dtype=torch.int32, device=device)
@@ -143,8 +143,8 @@ def candidates_of(shape: Shape) -> float:
 
 def sampling(shape: Shape, dtype: str) -> Cost:
     """Scores of as many keys a row as HyTopK's plan samples on a GPU, for GLM-5.1's top_k."""
-    rows, keys, heads, dim = (shape[name] for name in ("rows", "keys", "heads", "dim"))
-    plan = Plan.default(rows, keys, heads, dim, GLM["top_k"], DTYPES[dtype], "cuda")
+    rows, keys, dim = (shape[name] for name in ("rows", "keys", "dim"))
+    plan = Plan.default(rows, keys, dim, GLM["top_k"], DTYPES[dtype], "cuda")
     return scoring({**shape, "keys": min(plan.samples, keys)}, dtype, 4.0)
 
 
