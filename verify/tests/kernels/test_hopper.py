@@ -127,7 +127,7 @@ def test_the_obstacle_is_named(q: Any, k: Any, why: str | None, monkeypatch: pyt
 
 @pytest.mark.parametrize(("consumers", "listed"), [(3, False), (2, False), (3, True)])
 @pytest.mark.parametrize("R", [1, 64, 200, 4500])
-def test_rounds_are_counted_for_every_row_tile(R: int, consumers: int, listed: bool) -> None:
+def test_rounds_are_counted_for_every_row_tile(R: int, consumers: int, listed: bool, device: str) -> None:
     """The shares of a chunk's rounds, against NumPy: they need no Hopper GPU."""
     BT, BS, key0, key1, row0 = 64, 128, 4096, 9000, 7
     tiles = -(-R // BT)
@@ -135,10 +135,14 @@ def test_rounds_are_counted_for_every_row_tile(R: int, consumers: int, listed: b
     bounds = np.sort(draw.integers(0, 12000, (2, row0 + R)), axis=0).astype(np.int32)
     bounds[:, row0 + R // 2 :] = bounds[0, row0 + R // 2 :]  # empty windows, whole row tiles of them
     length = draw.integers(0, 50, tiles).astype(np.int32)
-    rounds, start, count = (torch.full((size,), -1, dtype=torch.int32) for size in (tiles + 1, tiles, tiles))
-    lo, hi = torch.from_numpy(bounds[0].copy()), torch.from_numpy(bounds[1, row0:].copy())
+    rounds, start, count = (
+        torch.full((size,), -1, dtype=torch.int32, device=device) for size in (tiles + 1, tiles, tiles)
+    )
+    lo, hi, lengths = (
+        torch.from_numpy(each.copy()).to(device) for each in (bounds[0], bounds[1, row0:], length)
+    )
     _share_kernel[(1,)](
-        lo, hi, torch.from_numpy(length), rounds, start, count, row0, R, key0, key1,
+        lo, hi, lengths, rounds, start, count, row0, R, key0, key1,
         LISTED=listed, BT=BT, BS=BS, CONSUMERS=consumers, TILES=64,
     )  # fmt: skip
     before = 0
