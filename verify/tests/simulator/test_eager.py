@@ -109,10 +109,11 @@ GLM = {
     "indexer": {"heads": 32, "head_dim": 128, "top_k": 2048},
 }  # fmt: skip
 SELECTIONS = {
-    "materialised": {"table": True, "scorer": "deepgemm", "selector": "flashinfer", "scoring_dtype": "fp8"},
+    "materialised": {"table": True, "scorer": "deepgemm", "selector": "flashinfer", "scoring_dtype": "fp8",
+                     "table_rows": 32768},
     "hytopk": {"table": False, "scoring_dtype": "fp8"},
     "hytopk+replay": {"table": False, "scoring_dtype": "fp8", "record": "packed"},
-}
+}  # fmt: skip
 
 
 def measured(mode: str, gpus: int = 1, tokens: int = 65536) -> Scenario:
