@@ -18,7 +18,7 @@ from hyscale_simulator.claim import (
     crossover,
     public_kernels,
 )
-from hyscale_simulator.claims import Claim, state
+from hyscale_simulator.conclusions import Claim, state
 from hyscale_simulator.evaluate import Evaluator
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.sensitivity import Curve, sensitivity

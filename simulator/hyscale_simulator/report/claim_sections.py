@@ -3,7 +3,7 @@
 from html import escape
 
 from hyscale_simulator.claim import CLAIMED, PUBLISHED_GAINS, TOLERANCE
-from hyscale_simulator.claims import gain_range
+from hyscale_simulator.conclusions import gain_range
 from hyscale_simulator.explanation import ClaimStudy
 from hyscale_simulator.report.charts import COLOURS, Line, lines, numbers, table
 from hyscale_simulator.report.sections import Section
