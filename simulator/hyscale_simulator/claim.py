@@ -48,8 +48,8 @@ __all__ = [
 CLAIMED = 2.07
 TOLERANCE = 0.05
 PUBLISHED_GAINS = (1.2, 3.3)
-"""Of a whole prefill's selection: 1.2 to 2.0 on untrained indexers, 1.7 to 3.3 on trained ones "
-"(FlashTopK)."""
+"""Of a whole prefill's selection: 1.2 to 2.0 on untrained indexers, 1.7 to 3.3 on trained ones
+(FlashTopK)."""
 PRECISIONS = ("bf16", "fp8")
 GAINS = (1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 3.3, 4.0)
 """Kernel gains of the map."""
