@@ -23,7 +23,7 @@ from hyscale_simulator.evaluate import Evaluator
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import kernel
 from hyscale_simulator.result import Result
-from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.scenario import Scenario, length_scenario
 from hyscale_simulator.switches import BASELINES, Baseline
 from hyscale_simulator.uncertainty import COLLECTIVES
 
@@ -40,7 +40,6 @@ __all__ = [
     "baseline_case",
     "closed_form",
     "crossover",
-    "length_scenario",
     "public_kernels",
     "required_share",
 ]
@@ -254,22 +253,6 @@ class Crossover:
     def always(self) -> bool:
         """Whether it pays at every length tried."""
         return all(ratio >= 1 for _, ratio in self.ratios)
-
-
-def length_scenario(scenario: Scenario, tokens: int) -> Scenario:
-    """``scenario`` at another sequence length, with the same tokens in a microbatch and a step where the
-    length allows; longer sequences come one to a microbatch and as many to a step."""
-    base = scenario.batch
-    whole = base.sequence_tokens * base.sequences_per_microbatch
-    each = max(whole // tokens, 1)
-    microbatches = base.sequences_per_step // base.sequences_per_microbatch
-    return scenario.with_(
-        **{
-            "batch.sequence_tokens": tokens,
-            "batch.sequences_per_microbatch": each,
-            "batch.sequences_per_step": each * microbatches,
-        }
-    )
 
 
 def crossover(baseline: Baseline, evaluate: Evaluator, lengths: Sequence[int] = LENGTHS) -> Crossover:

@@ -12,7 +12,8 @@ from hyscale_simulator.claim import (
     PublicKernel,
     required_share,
 )
-from hyscale_simulator.sensitivity import Curve, Point, tokens_label
+from hyscale_simulator.scenario import tokens_label
+from hyscale_simulator.sensitivity import Curve, Point
 
 __all__ = ["Claim", "gain_range", "state"]
 

@@ -6,7 +6,7 @@ from rich.table import Table
 from hyscale_simulator.claim import CLAIMED, PUBLISHED_GAINS, BaselineCase
 from hyscale_simulator.conclusions import gain_range
 from hyscale_simulator.explanation import ClaimStudy, Explanation
-from hyscale_simulator.sensitivity import tokens_label
+from hyscale_simulator.scenario import tokens_label
 
 __all__ = ["show"]
 

@@ -7,7 +7,8 @@ from hyscale_simulator.conclusions import gain_range
 from hyscale_simulator.explanation import ClaimStudy
 from hyscale_simulator.report.charts import COLOURS, Line, lines, numbers, table
 from hyscale_simulator.report.sections import Section
-from hyscale_simulator.sensitivity import Curve, tokens_label
+from hyscale_simulator.scenario import tokens_label
+from hyscale_simulator.sensitivity import Curve
 
 __all__ = ["claims", "consistency", "dependence", "lengths", "public_figures"]
 
