@@ -118,10 +118,6 @@ def shares(found: Explanation) -> Section:
     return Section("shares", "What makes the difference", html)
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if abs(share) >= 5e-4 else "0.0%"
-
-
 def _colours(results: Sequence[Result]) -> dict[str, str]:
     total: dict[str, float] = {}
     for result in results:
