@@ -165,9 +165,7 @@ def _without_communication(scenario: Scenario, evaluate: Evaluator) -> float:
     return kernel_s(evaluate(scenario, scale=scale))
 
 
-def baseline_case(
-    baseline: Baseline, precision: str, evaluate: Evaluator, gains: Sequence[float] = GAINS
-) -> BaselineCase:
+def baseline_case(baseline: Baseline, precision: str, evaluate: Evaluator) -> BaselineCase:
     """Evaluate one baseline and its map."""
     linear = {"precision.linear": precision}
     old, new = baseline.scenario().with_(**linear), baseline.improved().with_(**linear)
@@ -181,7 +179,7 @@ def baseline_case(
         factor = gain_inverse * reference / own
         return evaluate(new, scale=(("selection", factor),)).step_time_s
 
-    inverses = [0.0, *sorted(1 / gain for gain in gains)]
+    inverses = [0.0, *sorted(1 / gain for gain in GAINS)]
     steps = [step_s(inverse) for inverse in inverses]
 
     def needed(wanted: float) -> float | None:

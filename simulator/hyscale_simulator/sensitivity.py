@@ -144,13 +144,11 @@ AXES: tuple[Axis, ...] = (
 )  # fmt: skip
 
 
-def sensitivity(
-    baseline: Scenario, improved: Scenario, evaluate: Evaluator, axes: Sequence[Axis] = AXES
-) -> tuple[Curve, ...]:
+def sensitivity(baseline: Scenario, improved: Scenario, evaluate: Evaluator) -> tuple[Curve, ...]:
     """The speed-up along every axis."""
     start = evaluate(baseline).step_ns, evaluate(improved).step_ns
     curves = []
-    for axis in axes:
+    for axis in AXES:
         points = []
         for (label, x, old), (_, _, new) in zip(axis.vary(baseline), axis.vary(improved), strict=True):
             try:
