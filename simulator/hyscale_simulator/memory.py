@@ -75,8 +75,8 @@ def _moments(rank: Rank, stage: int) -> Iterator[list[int]]:
     layer that is done has left its gradients and given its input back: which moment is fullest depends on the
     length.
     """
-    layers = rank.plan.layers_of(stage)
-    if _eager(rank) and rank.plan.microbatches == 1:
+    layers = rank.cut.layers_of(stage)
+    if _eager(rank) and rank.cut.microbatches == 1:
         for last in range(1, len(layers)):
             yield layers[:last]
     yield layers
@@ -84,9 +84,9 @@ def _moments(rank: Rank, stage: int) -> Iterator[list[int]]:
 
 def parameters_of(rank: Rank, stage: int) -> tuple[float, float]:
     """(dense, expert) parameters of one rank of a stage."""
-    model, cut = rank.scenario.model_description, rank.plan
+    model, cut = rank.scenario.model_description, rank.cut
     dense, expert = _layer_parameters(rank, cut.layers_of(stage))
-    pieces = len(cut.chunks)
+    pieces = len(cut.pieces)
     last = model.layers - 1
     for piece in cut.pieces_of(stage):
         if piece == 0:
@@ -101,7 +101,7 @@ def parameters_of(rank: Rank, stage: int) -> tuple[float, float]:
 
 def _layer_parameters(rank: Rank, layers: Sequence[int]) -> tuple[float, float]:
     """(dense, expert) parameters of one rank's share of some layers."""
-    model, cut = rank.scenario.model_description, rank.plan
+    model, cut = rank.scenario.model_description, rank.cut
     dense = expert = 0.0
     for layer in layers:
         dense += model.dense_parameters(layer) / cut.tensor
@@ -111,7 +111,7 @@ def _layer_parameters(rank: Rank, layers: Sequence[int]) -> tuple[float, float]:
 
 def _moment(rank: Rank, stage: int, ahead: Sequence[int]) -> Iterator[tuple[str, float]]:
     """What a stage holds in the backward pass of the last of the layers ``ahead``."""
-    scenario, cut = rank.scenario, rank.plan
+    scenario, cut = rank.scenario, rank.cut
     precision, zero = scenario.precision, scenario.layout.zero_stage
     shards = (cut.context * cut.data, cut.expert_data)
 
@@ -143,14 +143,14 @@ def _moment(rank: Rank, stage: int, ahead: Sequence[int]) -> Iterator[tuple[str,
 
 def _in_flight(rank: Rank, stage: int, ahead: Sequence[int], bytes_of: Callable[[LayerKind], float]) -> float:
     """Bytes kept for the layers ``ahead`` by the microbatches that a stage holds at its peak."""
-    cut = rank.plan
+    cut = rank.cut
     held = cut.schedule.activations_in_flight(stage)
     per_stage = sum(bytes_of(layer_kind(rank, layer)) for layer in ahead)
     return held * per_stage / max(len(cut.pieces_of(stage)), 1)
 
 
 def _activations(rank: Rank, stage: int, ahead: Sequence[int]) -> float:
-    scenario, cut = rank.scenario, rank.plan
+    scenario, cut = rank.scenario, rank.cut
     kept = _in_flight(rank, stage, ahead, lambda kind: kept_bytes(rank, kind))
     kept *= 1 - scenario.offload.activations
     held = cut.schedule.activations_in_flight(stage)
@@ -175,7 +175,7 @@ def activation_bytes(rank: Rank, kind: LayerKind) -> float:
 def _layer_items(rank: Rank, kind: LayerKind) -> Iterator[tuple[str, float]]:
     scenario = rank.scenario
     repeats = scenario.recompute.repeats
-    model, cut = scenario.model_description, rank.plan
+    model, cut = scenario.model_description, rank.cut
     rows, tokens, hidden = rank.rows, rank.tokens, model.hidden
     mask = 1.0 if scenario.kernels.dropout else 0.0
     operand = 1.0 if rank.linear_dtype == "fp8" else 2.0  # what a product keeps of its input
@@ -243,7 +243,7 @@ def _after_selection(rank: Rank, kind: LayerKind) -> float:
 def _gradients_of_inner(rank: Rank, kind: LayerKind) -> float:
     """Gradients inside a feed-forward while the activation's are computed, without one in the place of its
     result, which is no longer needed: of that result, of silu(gate) and of up, say."""
-    model, cut = rank.scenario.model_description, rank.plan
+    model, cut = rank.scenario.model_description, rank.cut
     if kind.experts and model.experts is not None:
         copies = expert_tokens(rank, model.experts, slowest=True) * (model.experts.experts // cut.expert)
         shared = model.experts.shared_experts * model.experts.width // cut.tensor
@@ -255,13 +255,13 @@ def _gradients_of_inner(rank: Rank, kind: LayerKind) -> float:
 
 def _workspaces(rank: Rank, stage: int, ahead: Sequence[int]) -> Iterator[tuple[str, float]]:
     scenario = rank.scenario
-    model, cut = scenario.model_description, rank.plan
+    model, cut = scenario.model_description, rank.cut
     kinds = {layer_kind(rank, layer) for layer in ahead}
     if any(kind.recomputed for kind in kinds):
         yield "recomputed layer", max(activation_bytes(rank, kind) for kind in kinds if kind.recomputed)
     if _eager(rank):
         yield "inner gradients", max((_gradients_of_inner(rank, kind) for kind in kinds), default=0.0)
-    if len(cut.chunks) - 1 in cut.pieces_of(stage):
+    if len(cut.pieces) - 1 in cut.pieces_of(stage):
         part = -(-model.vocabulary // cut.tensor)
         rows = min(rank.tokens, HEAD_ROWS) if _eager(rank) else rank.tokens
         yield "logits", rows * part * (2.0 if scenario.kernels.fused_cross_entropy else 6.0)
