@@ -3,7 +3,7 @@
 Standard library only, and nothing of a verb is imported before it is chosen, so that ``hyscale --help``
 answers at once and a light installation works without torch or simpy.
 
-Exit codes, for every verb: 0 holds, 1 falsified or failed, 2 usage, 3 environment.
+Exit codes, for every verb: 0 holds, 1 falsified or failed, 2 usage, 3 environment, 130 interrupted.
 """
 
 import sys
@@ -58,7 +58,7 @@ def _help(verbs: Sequence[str]) -> str:
         *(f"  {verb:<{width}}  {SUMMARIES.get(verb, '')}".rstrip() for verb in verbs),
         "",
         "hyscale VERB --help explains one verb. Exit codes: 0 holds, 1 falsified or failed, 2 usage,",
-        "3 environment.",
+        "3 environment, 130 interrupted.",
     ]
     return "\n".join(lines)
 

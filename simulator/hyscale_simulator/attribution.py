@@ -35,6 +35,12 @@ __all__ = [
 MAX_PLAYERS = 10
 """Exact values need 2^n runs."""
 
+FACTORS = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
+"""What a class of work takes of its time, along a causal curve."""
+
+KNEE = 0.02
+"""Share of the step by which a curve leaves its first slope at a knee."""
+
 
 def play(num_players: int, value: Callable[[int], float]) -> list[float]:
     """The value of each of the 2^n subsets; ValueError above :data:`MAX_PLAYERS`."""
@@ -125,10 +131,10 @@ def elasticity(curve: Sequence[CausalPoint]) -> float:
     return (whole.seconds - near.seconds) / whole.seconds / (whole.factor - near.factor) * whole.factor
 
 
-def knee(curve: Sequence[CausalPoint], tolerance: float = 0.02) -> float | None:
+def knee(curve: Sequence[CausalPoint]) -> float | None:
     """The factor below which speeding the class up no longer helps as at first; None if it always does.
 
-    Where a straight line from the first two points is missed by more than ``tolerance`` of the step, another
+    Where a straight line from the first two points is missed by more than :data:`KNEE` of the step, another
     path has taken over.
     """
     ordered = sorted(curve, key=lambda point: -point.factor)
@@ -136,21 +142,16 @@ def knee(curve: Sequence[CausalPoint], tolerance: float = 0.02) -> float | None:
     slope = (whole.seconds - near.seconds) / (whole.factor - near.factor)
     for point in ordered[2:]:
         line = whole.seconds - slope * (whole.factor - point.factor)
-        if abs(point.seconds - line) > tolerance * whole.seconds:
+        if abs(point.seconds - line) > KNEE * whole.seconds:
             return point.factor
     return None
 
 
-def causal_curve(
-    scenario: Scenario,
-    name: str,
-    evaluate: Evaluator,
-    factors: Sequence[float] = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0),
-) -> tuple[CausalPoint, ...]:
-    """The step with every duration of an op, kind or collective ``name`` multiplied by each factor."""
+def causal_curve(scenario: Scenario, name: str, evaluate: Evaluator) -> tuple[CausalPoint, ...]:
+    """The step with every duration of an op, kind or collective ``name`` multiplied by each of FACTORS."""
     return tuple(
         CausalPoint(factor, evaluate(scenario, scale=((name, factor),) if factor != 1 else ()).step_time_s)
-        for factor in factors
+        for factor in FACTORS
     )
 
 

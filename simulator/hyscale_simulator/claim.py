@@ -23,7 +23,7 @@ from hyscale_simulator.evaluate import Evaluator
 from hyscale_simulator.hardware import Gpu
 from hyscale_simulator.kernels import kernel
 from hyscale_simulator.result import Result
-from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.scenario import Scenario, length_scenario
 from hyscale_simulator.switches import BASELINES, Baseline
 from hyscale_simulator.uncertainty import COLLECTIVES
 
@@ -40,7 +40,6 @@ __all__ = [
     "baseline_case",
     "closed_form",
     "crossover",
-    "length_scenario",
     "public_kernels",
     "required_share",
 ]
@@ -48,8 +47,8 @@ __all__ = [
 CLAIMED = 2.07
 TOLERANCE = 0.05
 PUBLISHED_GAINS = (1.2, 3.3)
-"""Of a whole prefill's selection: 1.2 to 2.0 on untrained indexers, 1.7 to 3.3 on trained ones "
-"(FlashTopK)."""
+"""Of a whole prefill's selection: 1.2 to 2.0 on untrained indexers, 1.7 to 3.3 on trained ones
+(FlashTopK)."""
 PRECISIONS = ("bf16", "fp8")
 GAINS = (1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 3.3, 4.0)
 """Kernel gains of the map."""
@@ -166,9 +165,7 @@ def _without_communication(scenario: Scenario, evaluate: Evaluator) -> float:
     return kernel_s(evaluate(scenario, scale=scale))
 
 
-def baseline_case(
-    baseline: Baseline, precision: str, evaluate: Evaluator, gains: Sequence[float] = GAINS
-) -> BaselineCase:
+def baseline_case(baseline: Baseline, precision: str, evaluate: Evaluator) -> BaselineCase:
     """Evaluate one baseline and its map."""
     linear = {"precision.linear": precision}
     old, new = baseline.scenario().with_(**linear), baseline.improved().with_(**linear)
@@ -182,7 +179,7 @@ def baseline_case(
         factor = gain_inverse * reference / own
         return evaluate(new, scale=(("selection", factor),)).step_time_s
 
-    inverses = [0.0, *sorted(1 / gain for gain in gains)]
+    inverses = [0.0, *sorted(1 / gain for gain in GAINS)]
     steps = [step_s(inverse) for inverse in inverses]
 
     def needed(wanted: float) -> float | None:
@@ -254,22 +251,6 @@ class Crossover:
     def always(self) -> bool:
         """Whether it pays at every length tried."""
         return all(ratio >= 1 for _, ratio in self.ratios)
-
-
-def length_scenario(scenario: Scenario, tokens: int) -> Scenario:
-    """``scenario`` at another sequence length, with the same tokens in a microbatch and a step where the
-    length allows; longer sequences come one to a microbatch and as many to a step."""
-    base = scenario.batch
-    whole = base.sequence_tokens * base.sequences_per_microbatch
-    each = max(whole // tokens, 1)
-    microbatches = base.sequences_per_step // base.sequences_per_microbatch
-    return scenario.with_(
-        **{
-            "batch.sequence_tokens": tokens,
-            "batch.sequences_per_microbatch": each,
-            "batch.sequences_per_step": each * microbatches,
-        }
-    )
 
 
 def crossover(baseline: Baseline, evaluate: Evaluator, lengths: Sequence[int] = LENGTHS) -> Crossover:

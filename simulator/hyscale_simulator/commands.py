@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_HOLDS, EXIT_USAGE
 from hyscale_ref.output import to_standard_output, write_json
 from hyscale_ref.profile import ProfileError
 from hyscale_simulator.descriptions import DescriptionError, find, schemas, shipped
@@ -26,8 +27,6 @@ from hyscale_simulator.result import Result
 from hyscale_simulator.scenario import Scenario, load
 
 __all__ = ["Json", "output", "presets", "run_command", "setting", "simulate", "validate"]
-
-OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 
@@ -43,17 +42,17 @@ def run_command(command: Callable[..., int], argv: list[str], name: str) -> int:
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
             f"hyscale {name}: {message}"
         )
-        return USAGE
+        return EXIT_USAGE
     except OSError as error:
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"hyscale {name}: {error}")
-        return ENVIRONMENT
+        return EXIT_ENVIRONMENT
     except Exception as error:
         # Usage errors of the command line: typer may bring its own copy of click, so go by the attributes.
         if hasattr(error, "exit_code") and hasattr(error, "format_message"):
             Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
                 f"hyscale {name}: {error.format_message()}"
             )
-            return USAGE
+            return EXIT_USAGE
         raise
     return int(code or 0)
 
@@ -141,7 +140,7 @@ def simulate(argv: list[str]) -> int:
             from hyscale_simulator.trace import write_trace
 
             write_trace(timeline, trace)
-        return OK
+        return EXIT_HOLDS
 
     return run_command(command, argv, "simulate")
 
@@ -217,7 +216,7 @@ def presets(argv: list[str]) -> int:
         """List the shipped scenarios, models, clusters and GPUs."""
         if schema:
             print(json.dumps(schemas((Scenario, Model, Cluster, Gpu)), indent=2))
-            return OK
+            return EXIT_HOLDS
         console = output(json_)
         scenarios = Table("scenario", "model", "cluster", "GPUs", "tokens", "what", box=None, pad_edge=False)
         for name in shipped("scenarios"):
@@ -263,7 +262,7 @@ def presets(argv: list[str]) -> int:
         if json_ is not None:
             found = {folder: list(shipped(folder)) for folder in ("scenarios", "models", "gpus", "clusters")}
             write_json(json_, found)
-        return OK
+        return EXIT_HOLDS
 
     return run_command(command, argv, "presets")
 
@@ -307,7 +306,7 @@ def _compare(profiles: tuple[str, ...], json_: Path | None, steps: Path | None) 
     met = validation_text.show(found, console) and met
     if json_ is not None:
         write_json(json_, validation_text.record(found) | record)
-    return OK if met else FAILED
+    return EXIT_HOLDS if met else EXIT_FAILED
 
 
 def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
@@ -319,4 +318,4 @@ def _holdout(profiles: tuple[str, ...], json_: Path | None) -> int:
     met = show_held_out(found, output(json_))
     if json_ is not None:
         write_json(json_, {"tables": [row.to_json() for row in found]})
-    return OK if met else FAILED
+    return EXIT_HOLDS if met else EXIT_FAILED

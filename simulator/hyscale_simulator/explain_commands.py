@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hyscale_ref.command import EXIT_HOLDS, EXIT_INTERRUPTED
 from hyscale_ref.output import write_json
-from hyscale_simulator.commands import OK, Json, output, run_command, setting
+from hyscale_simulator.commands import Json, output, run_command, setting
 from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.scenario import Scenario, load
 from hyscale_simulator.sweep import (
@@ -38,7 +39,6 @@ from hyscale_simulator.switches import BASELINES
 
 __all__ = ["explain", "plan", "sweep"]
 
-INTERRUPTED = 130
 SHOWN = 10
 
 Profiles = Annotated[
@@ -103,7 +103,7 @@ def explain(argv: list[str]) -> int:
 
             report.write_text(page(found), encoding="utf-8")
             output(json_).print(f"report: {report}", soft_wrap=True)
-        return OK
+        return EXIT_HOLDS
 
     return run_command(command, argv, "explain")
 
@@ -226,13 +226,13 @@ def sweep(argv: list[str]) -> int:
             except KeyboardInterrupt:
                 kept = f"kept in {journal.path}; the same command goes on" if journal.path else "lost"
                 notes.print(f"interrupted: {len(journal.rows)} finished points are {kept}", soft_wrap=True)
-                return INTERRUPTED
+                return EXIT_INTERRUPTED
         if out is not None:
             write(rows, out)
         _show_sweep(rows, [v.field for v in varied], goal, bool(constraint), output())
         if out is not None:
             output().print(f"{len(rows)} points: {out}", soft_wrap=True)
-        return OK
+        return EXIT_HOLDS
 
     return run_command(command, argv, "sweep")
 
@@ -332,6 +332,6 @@ def plan(argv: list[str]) -> int:
                 "refused": [{"rule": r.rule, "count": r.count, "example": r.example} for r in found.refusals],
             }
             write_json(json_, record)
-        return OK
+        return EXIT_HOLDS
 
     return run_command(command, argv, "plan")

@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hyscale_simulator.claim import CLAIMED, PUBLISHED_GAINS, BaselineCase
-from hyscale_simulator.claims import gain_range
+from hyscale_simulator.conclusions import gain_range
 from hyscale_simulator.explanation import ClaimStudy, Explanation
-from hyscale_simulator.sensitivity import tokens_label
+from hyscale_simulator.scenario import tokens_label
 
 __all__ = ["show"]
 
@@ -91,8 +91,7 @@ def _claim(study: ClaimStudy, console: Console) -> None:
     low, high = PUBLISHED_GAINS
     console.print(
         f"● within the published kernel gains, {low:g} to {high:g}. gain: a materialised selection of the "
-        "same "
-        "precision (C bf16, E fp8) over HyTopK as profiled.",
+        "same precision (C bf16, E fp8) over HyTopK as profiled.",
         highlight=False,
     )
     for case in study.cases:
@@ -105,11 +104,9 @@ def _claim(study: ClaimStudy, console: Console) -> None:
     for kernel in study.kernels:
         console.print(
             f"Published on one H20 at {tokens_label(kernel.tokens)} (fp8, 64 heads): "
-            f"{kernel.published_ms:.2f} ms "
-            f"with a score table, {kernel.published_fused_ms:.2f} without "
+            f"{kernel.published_ms:.2f} ms with a score table, {kernel.published_fused_ms:.2f} without "
             f"({100 * (1 - kernel.published_fused_ms / kernel.published_ms):.0f} % less): scoring is close "
-            "to "
-            f"peak there. Predicted: {kernel.predicted_ms:.2f} and {kernel.predicted_fused_ms:.2f}.",
+            f"to peak there. Predicted: {kernel.predicted_ms:.2f} and {kernel.predicted_fused_ms:.2f}.",
             highlight=False,
         )
     for item in study.claims:

@@ -1,5 +1,5 @@
-"""Everything ``hyscale explain`` says, computed: a comparison of two scenarios, and the claim held "
-"against it."""
+"""Everything ``hyscale explain`` says, computed: a comparison of two scenarios, and the claim held
+against it."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from hyscale_simulator.claim import (
     crossover,
     public_kernels,
 )
-from hyscale_simulator.claims import Claim, state
+from hyscale_simulator.conclusions import Claim, state
 from hyscale_simulator.evaluate import Evaluator
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.sensitivity import Curve, sensitivity
@@ -82,11 +82,9 @@ class Explanation:
             else "is out of reach even for a kernel that takes no time"
         )
         return (
-            "HyTopK and replay are predicted to train GLM-5.1 at 1M tokens on 512 H20 "
-            f"{found.speedup:.2f}x as "
-            f"fast as Megatron's recommended path (90 % band {self.band.low:.2f} to {self.band.high:.2f}), "
-            "not "
-            f"{CLAIMED:.2f}x: {CLAIMED:.2f}x {need}, or a slower baseline."
+            f"HyTopK and replay are predicted to train GLM-5.1 at 1M tokens on 512 H20 {found.speedup:.2f}x "
+            f"as fast as Megatron's recommended path (90 % band {self.band.low:.2f} to "
+            f"{self.band.high:.2f}), not {CLAIMED:.2f}x: {CLAIMED:.2f}x {need}, or a slower baseline."
             if found.speedup < CLAIMED * (1 - TOLERANCE)
             else f"HyTopK and replay are predicted to train GLM-5.1 at 1M tokens on 512 H20 "
             f"{found.speedup:.2f}x as fast as Megatron's recommended path (90 % band {self.band.low:.2f} to "

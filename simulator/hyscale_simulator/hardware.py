@@ -127,12 +127,6 @@ class Cluster(Description):
         """All GPUs."""
         return self.nodes * self.gpus_per_node
 
-    @property
-    def nic_bytes_per_s(self) -> float:
-        """Usable bytes per second of one GPU's share of the node's NICs."""
-        per_nic = self.nic_gbit_per_s / 8 * 1e9 * self.nic_efficiency
-        return per_nic * self.nics_per_node / self.gpus_per_node
-
     def gpu_description(self) -> Gpu:
         """The GPU this cluster is built from."""
         if isinstance(self.gpu, Gpu):

@@ -38,9 +38,6 @@ STEP_PCT, SPEEDUP_PCT = 10.0, 5.0
 
 Mode = Literal["materialised", "hytopk", "hytopk+replay"]
 
-DEEPGEMM_TABLE_BYTES = 9 * 10**9
-"""Score table of the trainer's DeepGEMM path (hyscale_kernels/baselines/rivals.py)."""
-
 PARTS: tuple[tuple[str, str], ...] = (
     ("index.", "indexer projections"),
     ("select.quantise", "indexer projections"),
@@ -162,8 +159,7 @@ def executed(scenario: Scenario, run: Mapping[str, Any] | None) -> Scenario:
     """The scenario with what the trainer's configuration says of how it ran; unchanged without one.
 
     ``hyscale_kernels.training`` runs PyTorch's operators one by one over float32 parameters, products in
-    blocks of ``row_block`` rows, this project's attention kernels, non-reentrant checkpointing, and DeepGEMM
-    on tables of :data:`DEEPGEMM_TABLE_BYTES`.
+    blocks of ``row_block`` rows, this project's attention kernels, and non-reentrant checkpointing.
     """
     if run is None:
         return scenario
@@ -174,10 +170,6 @@ def executed(scenario: Scenario, run: Mapping[str, Any] | None) -> Scenario:
         "kernels.fused_cross_entropy": False,
         "recompute.reentrant": False,
     }
-    indexer = scenario.model_description.indexer
-    if scenario.selection.scorer == "deepgemm" and indexer is not None:
-        keys = max(scenario.batch.sequence_tokens // indexer.key_ratio, 1)
-        changes["selection.table_rows"] = max(DEEPGEMM_TABLE_BYTES // (4 * keys), 1)
     return scenario.with_(**changes)
 
 

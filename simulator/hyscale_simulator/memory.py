@@ -1,16 +1,19 @@
 """Memory of the fullest rank: weights, gradients, optimizer, activations, selection records, workspaces.
 
 Activation counts follow Korthikanti et al. 2022, section 4 (two bytes a value, one a dropout mask), extended
-item by item to gated feed-forwards, grouped and latent attention, experts and selection.
+item by item to gated feed-forwards, grouped and latent attention, experts and selection.  An eager framework
+allocates gradients when they are due and casts weights when they are read; a framework of fused kernels holds
+both all the time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hyscale_simulator.layout import Plan, plan
 from hyscale_simulator.model import Grouped, Latent
 from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Rank
+from hyscale_simulator.work.eager import HEAD_ROWS
 from hyscale_simulator.work.feed_forward import expert_tokens
 from hyscale_simulator.work.layer import LayerKind, layer_kind
 from hyscale_simulator.work.selection import chunk_rows, record_bytes
@@ -53,21 +56,37 @@ def memory(scenario: Scenario, laid_out: Plan | None = None) -> Memory:
     laid_out = laid_out or plan(scenario)
     rank = Rank(scenario, laid_out)
     capacity = scenario.gpu_description.memory_gb * 1e9
-    stages = (
-        Memory(stage, tuple(sorted(_stage(rank, stage), key=lambda item: -item[1])), capacity)
+    moments = (
+        Memory(stage, tuple(sorted(_moment(rank, stage, ahead), key=lambda item: -item[1])), capacity)
         for stage in range(laid_out.pipeline)
+        for ahead in _moments(rank, stage)
     )
-    return max(stages, key=lambda found: found.peak_bytes)
+    return max(moments, key=lambda found: found.peak_bytes)
+
+
+def _eager(rank: Rank) -> bool:
+    return rank.scenario.kernels.framework == "eager"
+
+
+def _moments(rank: Rank, stage: int) -> Iterator[list[int]]:
+    """The layers whose backward pass is not over, at each moment that may be the stage's fullest.
+
+    All of them, where gradients have buffers of their own or stay from one microbatch to the next.  Else a
+    layer that is done has left its gradients and given its input back: which moment is fullest depends on the
+    length.
+    """
+    layers = rank.cut.layers_of(stage)
+    if _eager(rank) and rank.cut.microbatches == 1:
+        for last in range(1, len(layers)):
+            yield layers[:last]
+    yield layers
 
 
 def parameters_of(rank: Rank, stage: int) -> tuple[float, float]:
     """(dense, expert) parameters of one rank of a stage."""
-    model, cut = rank.scenario.model_description, rank.plan
-    dense = expert = 0.0
-    for layer in cut.layers_of(stage):
-        dense += model.dense_parameters(layer) / cut.tensor
-        expert += model.expert_parameters(layer) / cut.expert
-    pieces = len(cut.chunks)
+    model, cut = rank.scenario.model_description, rank.cut
+    dense, expert = _layer_parameters(rank, cut.layers_of(stage))
+    pieces = len(cut.pieces)
     last = model.layers - 1
     for piece in cut.pieces_of(stage):
         if piece == 0:
@@ -80,42 +99,60 @@ def parameters_of(rank: Rank, stage: int) -> tuple[float, float]:
     return dense, expert
 
 
-def _stage(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
-    scenario, cut = rank.scenario, rank.plan
-    precision, zero = scenario.precision, scenario.layout.zero_stage
-    dense, expert = parameters_of(rank, stage)
-    shards = {"dense": cut.context * cut.data, "expert": cut.expert_data}
+def _layer_parameters(rank: Rank, layers: Sequence[int]) -> tuple[float, float]:
+    """(dense, expert) parameters of one rank's share of some layers."""
+    model, cut = rank.scenario.model_description, rank.cut
+    dense = expert = 0.0
+    for layer in layers:
+        dense += model.dense_parameters(layer) / cut.tensor
+        expert += model.expert_parameters(layer) / cut.expert
+    return dense, expert
 
-    def held(bytes_each: float, from_zero: int) -> float:
+
+def _moment(rank: Rank, stage: int, ahead: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """What a stage holds in the backward pass of the last of the layers ``ahead``."""
+    scenario, cut = rank.scenario, rank.cut
+    precision, zero = scenario.precision, scenario.layout.zero_stage
+    shards = (cut.context * cut.data, cut.expert_data)
+
+    def held(bytes_each: float, from_zero: int, parameters: tuple[float, float]) -> float:
         split = zero >= from_zero
-        return bytes_each * (
-            dense / (shards["dense"] if split else 1) + expert / (shards["expert"] if split else 1)
+        return bytes_each * sum(
+            each / (shard if split else 1) for each, shard in zip(parameters, shards, strict=True)
         )
 
-    yield "weights", held(precision.weight_bytes, 3)
-    yield "gradients", held(precision.gradient_bytes, 2)
-    yield "optimizer", held(precision.optimizer_bytes, 1)
-    yield "activations", _activations(rank, stage)
+    whole = read = graded = parameters_of(rank, stage)
+    if _eager(rank):
+        # Parameters are the optimizer's master weights.  Copies belong to the graph that reads them.
+        graphs = [each for each in ahead if each == ahead[-1] or not layer_kind(rank, each).recomputed]
+        read = _layer_parameters(rank, graphs)
+        if cut.microbatches == 1:
+            graded = _layer_parameters(rank, [each for each in cut.layers_of(stage) if each not in ahead])
+    yield "weights", held(precision.weight_bytes, 3, read)
+    yield "gradients", held(precision.gradient_bytes, 2, graded)
+    yield "optimizer", held(precision.optimizer_bytes, 1, whole)
+    yield "activations", _activations(rank, stage, ahead)
     if scenario.recompute.replay and not scenario.offload.selection:
         yield (
             "selection records",
-            _in_flight(rank, stage, lambda kind: kind.selects * kind.recomputed * record_bytes(rank)),
+            _in_flight(rank, stage, ahead, lambda kind: kind.selects * kind.recomputed * record_bytes(rank)),
         )
-    yield from _workspaces(rank, stage)
+    yield from _workspaces(rank, stage, ahead)
     yield "context and libraries", CONTEXT_BYTES
 
 
-def _in_flight(rank: Rank, stage: int, bytes_of: Callable[[LayerKind], float]) -> float:
-    """Bytes kept by the microbatches that a stage holds at its peak."""
-    cut = rank.plan
+def _in_flight(rank: Rank, stage: int, ahead: Sequence[int], bytes_of: Callable[[LayerKind], float]) -> float:
+    """Bytes kept for the layers ``ahead`` by the microbatches that a stage holds at its peak."""
+    cut = rank.cut
     held = cut.schedule.activations_in_flight(stage)
-    per_stage = sum(bytes_of(layer_kind(rank, layer)) for layer in cut.layers_of(stage))
+    per_stage = sum(bytes_of(layer_kind(rank, layer)) for layer in ahead)
     return held * per_stage / max(len(cut.pieces_of(stage)), 1)
 
 
-def _activations(rank: Rank, stage: int) -> float:
-    scenario, cut = rank.scenario, rank.plan
-    kept = _in_flight(rank, stage, lambda kind: kept_bytes(rank, kind)) * (1 - scenario.offload.activations)
+def _activations(rank: Rank, stage: int, ahead: Sequence[int]) -> float:
+    scenario, cut = rank.scenario, rank.cut
+    kept = _in_flight(rank, stage, ahead, lambda kind: kept_bytes(rank, kind))
+    kept *= 1 - scenario.offload.activations
     held = cut.schedule.activations_in_flight(stage)
     model = scenario.model_description
     if 0 in cut.pieces_of(stage) and scenario.kernels.dropout:
@@ -138,7 +175,7 @@ def activation_bytes(rank: Rank, kind: LayerKind) -> float:
 def _layer_items(rank: Rank, kind: LayerKind) -> Iterator[tuple[str, float]]:
     scenario = rank.scenario
     repeats = scenario.recompute.repeats
-    model, cut = scenario.model_description, rank.plan
+    model, cut = scenario.model_description, rank.cut
     rows, tokens, hidden = rank.rows, rank.tokens, model.hidden
     mask = 1.0 if scenario.kernels.dropout else 0.0
     operand = 1.0 if rank.linear_dtype == "fp8" else 2.0  # what a product keeps of its input
@@ -203,15 +240,31 @@ def _after_selection(rank: Rank, kind: LayerKind) -> float:
     return sum(size for name, size in _layer_items(rank, kind) if name in AFTER_SELECTION)
 
 
-def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
+def _gradients_of_inner(rank: Rank, kind: LayerKind) -> float:
+    """Gradients inside a feed-forward while the activation's are computed, without one in the place of its
+    result, which is no longer needed: of that result, of silu(gate) and of up, say."""
+    model, cut = rank.scenario.model_description, rank.cut
+    if kind.experts and model.experts is not None:
+        copies = expert_tokens(rank, model.experts, slowest=True) * (model.experts.experts // cut.expert)
+        shared = model.experts.shared_experts * model.experts.width // cut.tensor
+        inner = copies * model.experts.width + rank.tokens * shared
+    else:
+        inner = rank.tokens * (model.feed_forward // cut.tensor)
+    return 2.0 * inner * (model.matrices - 1)
+
+
+def _workspaces(rank: Rank, stage: int, ahead: Sequence[int]) -> Iterator[tuple[str, float]]:
     scenario = rank.scenario
-    model, cut = scenario.model_description, rank.plan
-    kinds = {layer_kind(rank, layer) for layer in cut.layers_of(stage)}
+    model, cut = scenario.model_description, rank.cut
+    kinds = {layer_kind(rank, layer) for layer in ahead}
     if any(kind.recomputed for kind in kinds):
         yield "recomputed layer", max(activation_bytes(rank, kind) for kind in kinds if kind.recomputed)
-    if len(cut.chunks) - 1 in cut.pieces_of(stage):
+    if _eager(rank):
+        yield "inner gradients", max((_gradients_of_inner(rank, kind) for kind in kinds), default=0.0)
+    if len(cut.pieces) - 1 in cut.pieces_of(stage):
         part = -(-model.vocabulary // cut.tensor)
-        yield "logits", rank.tokens * part * (2.0 if scenario.kernels.fused_cross_entropy else 6.0)
+        rows = min(rank.tokens, HEAD_ROWS) if _eager(rank) else rank.tokens
+        yield "logits", rows * part * (2.0 if scenario.kernels.fused_cross_entropy else 6.0)
     if model.indexer is not None:
         if isinstance(model.attention, Latent) and cut.context > 1:
             width = model.attention.kv_width + model.indexer.head_dim
@@ -230,7 +283,7 @@ def _workspaces(rank: Rank, stage: int) -> Iterator[tuple[str, float]]:
     if scenario.layout.zero_stage == 3:
         largest = max(
             (model.dense_parameters(layer) / cut.tensor + model.expert_parameters(layer) / cut.expert)
-            for layer in cut.layers_of(stage)
+            for layer in ahead
         )
         yield "gathered weights", 2 * scenario.precision.weight_bytes * largest
 

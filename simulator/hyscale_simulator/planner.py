@@ -45,7 +45,7 @@ class Choice:
         cut, scenario = self.cut, self.scenario
         name = f"TP{cut.tensor} CP{cut.context} PP{cut.pipeline} DP{cut.data} EP{cut.expert}"
         if scenario.layout.stage_layers:
-            name += f" stages {'-'.join(str(len(c)) for c in cut.chunks)}"
+            name += f" stages {'-'.join(str(len(c)) for c in cut.pieces)}"
         extra = [f"{scenario.recompute.policy} recompute"]
         if scenario.offload.activations:
             extra.append(f"{self.host_gib:.0f} GiB a GPU on the host")

@@ -32,7 +32,7 @@ from hyscale_simulator.descriptions import (
 from hyscale_simulator.hardware import Cluster, Gpu
 from hyscale_simulator.model import Model
 
-__all__ = ["Scenario", "load", "presets"]
+__all__ = ["Scenario", "length_scenario", "load", "presets", "tokens_label"]
 
 
 class Layout(Description):
@@ -314,6 +314,27 @@ def _near(fields: Mapping[str, Any], outer: list[str]) -> str:
         table = table[part]
     where = ".".join(outer)
     return f"there are: {', '.join(f'{where}.{name}' if where else name for name in table)}"
+
+
+def length_scenario(scenario: Scenario, tokens: int) -> Scenario:
+    """``scenario`` at another sequence length, with the same tokens in a microbatch and a step where the
+    length allows; longer sequences come one to a microbatch and as many to a step."""
+    base = scenario.batch
+    whole = base.sequence_tokens * base.sequences_per_microbatch
+    each = max(whole // tokens, 1)
+    microbatches = base.sequences_per_step // base.sequences_per_microbatch
+    return scenario.with_(
+        **{
+            "batch.sequence_tokens": tokens,
+            "batch.sequences_per_microbatch": each,
+            "batch.sequences_per_step": each * microbatches,
+        }
+    )
+
+
+def tokens_label(tokens: int) -> str:
+    """32768 as 32K, 1048576 as 1M."""
+    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}K"
 
 
 def presets() -> tuple[str, ...]:

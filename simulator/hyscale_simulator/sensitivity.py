@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyscale_simulator.claim import length_scenario
 from hyscale_simulator.evaluate import Evaluator
 from hyscale_simulator.layout import LayoutError
 from hyscale_simulator.result import Result
-from hyscale_simulator.scenario import Scenario
+from hyscale_simulator.scenario import Scenario, length_scenario, tokens_label
 
 __all__ = ["AXES", "Axis", "Curve", "Point", "sensitivity"]
 
@@ -69,11 +68,6 @@ def _set(field: str, values: Sequence[Any], label: Callable[[Any], str] = str) -
             yield label(value), x, scenario.with_(**{field: value})
 
     return vary
-
-
-def tokens_label(tokens: int) -> str:
-    """32768 as 32K, 1048576 as 1M."""
-    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}K"
 
 
 def _lengths(scenario: Scenario) -> Iterator[tuple[str, float, Scenario]]:
@@ -150,13 +144,11 @@ AXES: tuple[Axis, ...] = (
 )  # fmt: skip
 
 
-def sensitivity(
-    baseline: Scenario, improved: Scenario, evaluate: Evaluator, axes: Sequence[Axis] = AXES
-) -> tuple[Curve, ...]:
+def sensitivity(baseline: Scenario, improved: Scenario, evaluate: Evaluator) -> tuple[Curve, ...]:
     """The speed-up along every axis."""
     start = evaluate(baseline).step_ns, evaluate(improved).step_ns
     curves = []
-    for axis in axes:
+    for axis in AXES:
         points = []
         for (label, x, old), (_, _, new) in zip(axis.vary(baseline), axis.vary(improved), strict=True):
             try:

@@ -83,8 +83,8 @@ class _Composer:
         """F, B, D or W of one piece of the model."""
         key = (way, piece)
         if key not in self.passes:
-            layers = [self._layer(way, layer_kind(self.rank, layer)) for layer in self.cut.chunks[piece]]
-            first, last = piece == 0, piece == len(self.cut.chunks) - 1
+            layers = [self._layer(way, layer_kind(self.rank, layer)) for layer in self.cut.pieces[piece]]
+            first, last = piece == 0, piece == len(self.cut.pieces) - 1
             if last:
                 extra = [
                     self._layer(way, layer_kind(self.rank, self.rank.scenario.model_description.layers + i))
@@ -347,7 +347,7 @@ class _Composer:
             return
         for stage in range(self.cut.pipeline):
             for chunk in range(self.cut.schedule.num_chunks):
-                count = len(self.cut.chunks[self.cut.piece(stage, chunk)]) or 1
+                count = len(self.cut.pieces[self.cut.piece(stage, chunk)]) or 1
                 pieces = count * self.cut.schedule.num_chunks
                 block = self._collectives(
                     stage, "all_gather", "parameter comm", self.scenario.precision.weight_bytes, pieces
@@ -392,7 +392,7 @@ class _Composer:
 
     def items(self) -> list[Item]:
         """See :func:`step_items`."""
-        kinds = [layer_kind(self.rank, layer) for layer in self.cut.chunks[0]]
+        kinds = [layer_kind(self.rank, layer) for layer in self.cut.pieces[0]]
         zero, size = self.scenario.layout.zero_stage, self.scenario.precision.gradient_reduce_bytes
         way: Collective = "reduce_scatter" if zero else "all_reduce"
         parameters, shard = round(sum(parameters_of(self.rank, 0))), self._shard(0)

@@ -26,11 +26,9 @@ _UNBOUND = "no stream"
 _CRITICAL = "critical path"
 
 
-def write_trace(
-    timeline: Timeline, path: Path, counters: Mapping[str, Sequence[tuple[int, float]]] | None = None
-) -> None:
+def write_trace(timeline: Timeline, path: Path) -> None:
     """Write `chrome_trace` to a .json or .json.gz file. OSError if that cannot be written."""
-    text = json.dumps(chrome_trace(timeline, counters), separators=(",", ":"))
+    text = json.dumps(chrome_trace(timeline), separators=(",", ":"))
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
     else:

@@ -90,12 +90,11 @@ def lines(
     ticks: Sequence[tuple[float, str]],
     y_name: str,
     marked: float | None = None,
-    band: tuple[float, float, str] | None = None,
     y_low: float | None = None,
     y_high: float | None = None,
 ) -> str:
-    """Curves with every tick labelled; ``marked``: an x to ring; ``band``: a range of y and what it is."""
-    values = [y for line in series for _, y in line.points] + ([band[0], band[1]] if band else [])
+    """Curves with every tick labelled; ``marked``: an x to ring."""
+    values = [y for line in series for _, y in line.points]
     low = min(values) if y_low is None else y_low
     high = max(values) if y_high is None else y_high
     pad = 0.06 * (high - low or 1.0)
@@ -106,13 +105,6 @@ def lines(
         return across, TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
 
     parts = []
-    if band:
-        top, bottom = place(0, band[1])[1], place(0, band[0])[1]
-        parts.append(
-            f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{bottom - top:.1f}" '
-            f'fill="#fff3c4"/><text x="{WIDTH - RIGHT - 3}" y="{top + 12:.1f}" text-anchor="end">'
-            f"{escape(band[2])}</text>"
-        )
     for value in _nice(low, high):
         y = place(0, value)[1]
         parts.append(
@@ -175,10 +167,10 @@ def timeline(spans: Sequence[tuple[float, float, str]], end: float, colours: dic
     )
 
 
-def numbers(columns: Sequence[str], rows: Sequence[Sequence[str]], command: str, open_: bool = False) -> str:
+def numbers(columns: Sequence[str], rows: Sequence[Sequence[str]], command: str) -> str:
     """The numbers behind a chart, and the command that gives them."""
     return (
-        f"<details{' open' if open_ else ''}><summary>numbers and command</summary>"
+        "<details><summary>numbers and command</summary>"
         f"{table(columns, rows)}<p><code>{escape(command)}</code></p></details>"
     )
 

@@ -3,11 +3,12 @@
 from html import escape
 
 from hyscale_simulator.claim import CLAIMED, PUBLISHED_GAINS, TOLERANCE
-from hyscale_simulator.claims import gain_range
+from hyscale_simulator.conclusions import gain_range
 from hyscale_simulator.explanation import ClaimStudy
 from hyscale_simulator.report.charts import COLOURS, Line, lines, numbers, table
 from hyscale_simulator.report.sections import Section
-from hyscale_simulator.sensitivity import Curve, tokens_label
+from hyscale_simulator.scenario import tokens_label
+from hyscale_simulator.sensitivity import Curve
 
 __all__ = ["claims", "consistency", "dependence", "lengths", "public_figures"]
 
@@ -72,10 +73,8 @@ def consistency(study: ClaimStudy) -> Section:
             rows, "hyscale explain --json explain.json",
         )
         + "<p class='soft'>Closed form: (T + 2S) / (T + S') of the simulator's own durations; its error is "
-        "against "
-        "the simulated speed-up without bubble and communication. Replay alone stays below 2x always: it "
-        "removes one "
-        "of two equal selections.</p>"
+        "against the simulated speed-up without bubble and communication. Replay alone stays below 2x "
+        "always: it removes one of two equal selections.</p>"
     )  # fmt: skip
     return Section("consistency", f"What {CLAIMED:.2f}x would take", html)
 
@@ -182,16 +181,13 @@ def public_figures(study: ClaimStudy) -> Section:
     return Section(
         "public",
         "What is public about an H20",
-        "<p>vLLM RFC 53563 timed selection on one H20 (fp8, 64 heads, the last 4,096 queries): scoring "
-        "runs at 87 % of "
-        "the fp8 peak, and a fused kernel without a score table is only 3 to 10 % faster. So whatever makes "
-        f"{CLAIMED:.2f}x on H20 comes from replay, from skipping keys, from memory, or from a slower "
-        "baseline, not from "
-        "the table alone.</p>"
+        "<p>vLLM RFC 53563 timed selection on one H20 (fp8, 64 heads, the last 4,096 queries): scoring runs "
+        "at 87 % of the fp8 peak, and a fused kernel without a score table is only 3 to 10 % faster. So "
+        f"whatever makes {CLAIMED:.2f}x on H20 comes from replay, from skipping keys, from memory, or from a "
+        "slower baseline, not from the table alone.</p>"
         + table(("keys", "published ms", "fused ms", "gain", "predicted ms", "HyTopK ms"), rows)
         + "<p class='soft'>HyTopK ms: this project's kernel as profiled so far, projected to the H20; the "
-        "fused "
-        "figure is another kernel.</p>",
+        "fused figure is another kernel.</p>",
     )
 
 

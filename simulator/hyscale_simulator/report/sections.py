@@ -64,12 +64,9 @@ def headline(found: Explanation) -> str:
     cells = "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
     note = (
         "<p class='soft'>The publication (HyScale, arXiv 2610.32057) names neither its baseline nor the "
-        "precision "
-        "of its linear layers in public. This page takes baseline C, Megatron's recommended path, with "
-        "bf16 linear "
-        "layers, and shows the others beside it. Nothing here was measured on an H20: kernels measured on "
-        "an H200 "
-        "are projected to it term by term.</p>"
+        "precision of its linear layers in public. This page takes baseline C, Megatron's recommended path, "
+        "with bf16 linear layers, and shows the others beside it. Nothing here was measured on an H20: "
+        "kernels measured on an H200 are projected to it term by term.</p>"
         if found.study
         else ""
     )
@@ -108,11 +105,9 @@ def shares(found: Explanation) -> Section:
     ]
     unfit = sum(not fits for fits in game.fits)
     html = (
-        "<p>Seconds of the step, one change after another. The order matters, so the fair shares are "
-        "below: each "
-        "change's effect averaged over all orders (Shapley values of ln(speed-up)); they add up to the "
-        "whole.</p>"
-        f"{bars(steps)}<h3>Share of ln(speed-up)</h3>{bars(values)}"
+        "<p>Seconds of the step, one change after another. The order matters, so the fair shares are below: "
+        "each change's effect averaged over all orders (Shapley values of ln(speed-up)); they add up to the "
+        f"whole.</p>{bars(steps)}<h3>Share of ln(speed-up)</h3>{bars(values)}"
         + (f"<p class='soft'>{unfit} of {len(game.fits)} combinations do not fit into memory and are priced "
            "all the same.</p>" if unfit else "")
         + numbers(("change", "share of ln", "Shapley s", "in order s", "alone s", "last s"), rows,
@@ -121,10 +116,6 @@ def shares(found: Explanation) -> Section:
         + table(("pair", "on ln(speed-up)", "seconds"), pairs)
     )  # fmt: skip
     return Section("shares", "What makes the difference", html)
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if abs(share) >= 5e-4 else "0.0%"
 
 
 def _colours(results: Sequence[Result]) -> dict[str, str]:
@@ -194,8 +185,7 @@ def timelines(found: Explanation) -> Section:
         "timeline",
         f"Timeline of stage {stage}",
         f"<p>The compute stream of one of {len(results[0].stage_parts_ns)} stages; gaps are bubble and "
-        "exposed "
-        f"communication. Both bars have the same scale.</p>{legend(PASSES)}{html}{axis}"
+        f"exposed communication. Both bars have the same scale.</p>{legend(PASSES)}{html}{axis}"
         + numbers(("pass", "spans", "seconds"), counted, _simulate(found)),
     )
 
@@ -255,8 +245,7 @@ def causes(found: Explanation) -> Section:
         + "<h3>Critical path, seconds</h3>"
         + table(("work", "baseline", "improved"), rows)
         + "<h3>Slack</h3><p>How much later a stage's passes could end before the step grows: a stage with "
-        "little "
-        "slack is worth speeding up next.</p>"
+        "little slack is worth speeding up next.</p>"
         + table(("stage", "passes", "on the path, baseline", "median slack s", "on the path, improved",
                  "median slack s"), _slack(before, after))
     )  # fmt: skip
@@ -345,8 +334,7 @@ def provenance(found: Explanation) -> Section:
     html = (
         "<p>Share of kernel and communication time by how it is known. Measured: on that GPU at that shape. "
         "Interpolated: between measured shapes. Projected: from another GPU, by tensor, vector and memory "
-        "terms. "
-        "Assumed: a stated fraction of a ceiling.</p>"
+        "terms. Assumed: a stated fraction of a ceiling.</p>"
         + table(("scenario", *results[0].provenance, "hash"), rows)
         + "".join(f"<p class='warn'>{escape(warning)}</p>" for warning in warnings)
         + f"<p>This page: <code>{escape(found.command)} --report page.html</code></p>"

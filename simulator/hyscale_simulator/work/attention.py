@@ -81,7 +81,7 @@ def residual(rank: Rank, name: str, backward: bool = False) -> Compute:
 
 
 def _grouped(rank: Rank, shape: Grouped) -> list[Item]:
-    tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
+    tensor, hidden, tokens = rank.cut.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, kv = shape.heads // tensor, max(shape.kv_heads // tensor, 1)
     width = (heads + 2 * kv) * shape.head_dim
     return [
@@ -96,7 +96,7 @@ def _grouped(rank: Rank, shape: Grouped) -> list[Item]:
 
 
 def _grouped_backward(rank: Rank, shape: Grouped) -> list[Item]:
-    tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
+    tensor, hidden, tokens = rank.cut.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, kv = shape.heads // tensor, max(shape.kv_heads // tensor, 1)
     width = (heads + 2 * kv) * shape.head_dim
     return [
@@ -122,7 +122,7 @@ def _positions(rank: Rank, width: int) -> list[Item]:
 
 
 def _latent(rank: Rank, shape: Latent) -> list[Item]:
-    tensor, hidden = rank.plan.tensor, rank.scenario.model_description.hidden
+    tensor, hidden = rank.cut.tensor, rank.scenario.model_description.hidden
     heads = shape.heads // tensor
     return [
         *_down(rank, shape),
@@ -150,7 +150,7 @@ def _repeats_core(rank: Rank) -> bool:
 
 
 def _latent_backward(rank: Rank, shape: Latent) -> list[Item]:
-    tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
+    tensor, hidden, tokens = rank.cut.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, dtype = shape.heads // tensor, rank.linear_dtype
     expanded = heads * (shape.nope_dim + shape.value_dim)
     q_dx, q_dw = backward_linear("q_up", PROJECTIONS, tokens, heads * shape.qk_dim, shape.q_rank, dtype)
@@ -189,7 +189,7 @@ def _down_backward(rank: Rank, shape: Latent) -> list[Item]:
     q_dx, q_dw = backward_linear("q_down", PROJECTIONS, rows, shape.q_rank, hidden, rank.linear_dtype)
     kv_dx, kv_dw = backward_linear("kv_down", PROJECTIONS, rows, shape.kv_width, hidden, rank.linear_dtype)
     items: list[Item] = []
-    if rank.plan.tensor > 1:
+    if rank.cut.tensor > 1:
         way: Collective = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
         items.append(Communicate("latent.reduce", "tensor comm", way, "tensor", reduced))
     norm_backward = stream("latent.norm", "rmsnorm_bwd", rows, shape.q_rank + shape.kv_rank)
@@ -216,7 +216,7 @@ def _flash(rank: Rank, name: str, op: str, heads: int, kv_heads: int, qk_dim: in
     indexer = rank.scenario.model_description.indexer
     ratio = indexer.dense_ratio if indexer is not None and indexer.dense_ratio else 1
     exchanged = rank.scenario.layout.context_exchange == "all_to_all"
-    ranks = rank.plan.context
+    ranks = rank.cut.context
     queries = batch.sequence_tokens if exchanged else batch.sequence_tokens // ranks
     spread = ranks if exchanged else 1
     # One block of a rank's causal work is triangular, the rest full: with many ranks it counts as full.
@@ -277,15 +277,15 @@ def _unfused_core_backward(rank: Rank, heads: int, qk_dim: int, v_dim: int) -> l
 
 def _exchange(rank: Rank, kv_width: int, all_width: int, needed_by: str) -> list[Item]:
     """Keys and values gathered (beneath the core, chunk by chunk, where overlapped), or heads exchanged."""
-    if rank.plan.context == 1:
+    if rank.cut.context == 1:
         return []
     if rank.scenario.layout.context_exchange == "all_to_all":
         held = rank.tokens * all_width * 2.0
         return [Communicate("heads.in", "context comm", "all_to_all", "context", held)]
-    whole = rank.tokens * rank.plan.context * kv_width * 2.0
+    whole = rank.tokens * rank.cut.context * kv_width * 2.0
     if not rank.scenario.overlap.context:
         return [Communicate("keys.gather", "context comm", "all_gather", "context", whole)]
-    first = whole / rank.plan.context
+    first = whole / rank.cut.context
     return [
         Communicate("keys.first", "context comm", "all_gather", "context", first),
         Communicate(
@@ -295,19 +295,19 @@ def _exchange(rank: Rank, kv_width: int, all_width: int, needed_by: str) -> list
 
 
 def _exchange_out(rank: Rank, width: int) -> list[Item]:
-    if rank.plan.context == 1 or rank.scenario.layout.context_exchange != "all_to_all":
+    if rank.cut.context == 1 or rank.scenario.layout.context_exchange != "all_to_all":
         return []
     return [Communicate("heads.out", "context comm", "all_to_all", "context", rank.tokens * width * 2.0)]
 
 
 def _exchange_back(rank: Rank, kv_width: int, all_width: int) -> list[Item]:
     """Gradients of the gathered keys and values, reduced to their owners."""
-    if rank.plan.context == 1:
+    if rank.cut.context == 1:
         return []
     if rank.scenario.layout.context_exchange == "all_to_all":
         held = rank.tokens * all_width * 2.0
         return [Communicate("heads.back", "context comm", "all_to_all", "context", held)]
-    whole = rank.tokens * rank.plan.context * kv_width * 2.0
+    whole = rank.tokens * rank.cut.context * kv_width * 2.0
     until = "end" if rank.scenario.overlap.context else ""
     return [Communicate("keys.reduce", "context comm", "reduce_scatter", "context", whole, until=until)]
 
@@ -318,7 +318,7 @@ def _exchange_back(rank: Rank, kv_width: int, all_width: int) -> list[Item]:
 def _sparse(
     rank: Rank, shape: Latent, *, selects: bool, recomputed: bool, again: bool, trains: bool
 ) -> list[Item]:
-    tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
+    tensor, hidden, tokens = rank.cut.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, dtype = shape.heads // tensor, rank.linear_dtype
     indexer = rank.scenario.model_description.indexer
     assert indexer is not None
@@ -341,7 +341,7 @@ def _sparse(
 
 
 def _sparse_backward(rank: Rank, shape: Latent, selects: bool) -> list[Item]:
-    tensor, hidden, tokens = rank.plan.tensor, rank.scenario.model_description.hidden, rank.tokens
+    tensor, hidden, tokens = rank.cut.tensor, rank.scenario.model_description.hidden, rank.tokens
     heads, dtype = shape.heads // tensor, rank.linear_dtype
     q_dx, q_dw = backward_linear("q_up", PROJECTIONS, tokens, heads * shape.qk_dim, shape.q_rank, dtype)
     return [
@@ -388,16 +388,16 @@ def _absorbed_backward(rank: Rank, name: str, heads: int, n: int, k: int) -> lis
 
 def _gather_latents(rank: Rank, width: int, needed_by: str) -> list[Item]:
     """Every rank needs every token's latent and index key (Megatron-LM's all-gather context parallelism)."""
-    if rank.plan.context == 1:
+    if rank.cut.context == 1:
         return []
-    whole = rank.tokens * rank.plan.context * width * 2.0
+    whole = rank.tokens * rank.cut.context * width * 2.0
     until = needed_by if rank.scenario.overlap.context else ""
     return [Communicate("latents.gather", "context comm", "all_gather", "context", whole, until=until)]
 
 
 def _reduce_latents(rank: Rank, width: int) -> list[Item]:
-    if rank.plan.context == 1:
+    if rank.cut.context == 1:
         return []
-    whole = rank.tokens * rank.plan.context * width * 2.0
+    whole = rank.tokens * rank.cut.context * width * 2.0
     until = "kv_down.dgrad" if rank.scenario.overlap.context else ""
     return [Communicate("latents.reduce", "context comm", "reduce_scatter", "context", whole, until=until)]

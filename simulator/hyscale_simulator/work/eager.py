@@ -20,6 +20,7 @@ from hyscale_simulator.work.items import Compute, Item, accumulate, stream
 from hyscale_simulator.work.rank import Rank
 
 __all__ = [
+    "HEAD_ROWS",
     "as_run",
     "bucket_copies",
     "embedding_as_run",

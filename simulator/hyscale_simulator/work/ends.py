@@ -13,7 +13,7 @@ __all__ = ["embedding", "embedding_backward", "head", "head_backward"]
 def embedding(rank: Rank) -> list[Item]:
     """Lookup, summed over tensor ranks (each holds part of the vocabulary)."""
     items: list[Item] = [embedding_as_run(rank, _lookup(rank, "embedding"))]
-    if rank.plan.tensor > 1:
+    if rank.cut.tensor > 1:
         items.append(_sum(rank, "embedding.reduce"))
     return in_phase(items, "forward")
 
@@ -34,7 +34,7 @@ def head(rank: Rank) -> list[Item]:
 
 def _head(rank: Rank) -> list[Item]:
     model = rank.scenario.model_description
-    part = -(-model.vocabulary // rank.plan.tensor)
+    part = -(-model.vocabulary // rank.cut.tensor)
     loss = "cross_entropy" if rank.scenario.kernels.fused_cross_entropy else "cross_entropy_unfused"
     return [
         norm(rank, "head.norm"),
@@ -45,7 +45,7 @@ def _head(rank: Rank) -> list[Item]:
 
 def head_backward(rank: Rank) -> list[Item]:
     """Gradients of :func:`head` (the cross-entropy's own is computed with it)."""
-    model, tensor = rank.scenario.model_description, rank.plan.tensor
+    model, tensor = rank.scenario.model_description, rank.cut.tensor
     part = -(-model.vocabulary // tensor)
     items = [*column_backward(rank, "head", "head", part, model.hidden), norm(rank, "head.norm", True)]
     return in_phase(head_backward_as_run(rank, _head(rank), items), "backward")

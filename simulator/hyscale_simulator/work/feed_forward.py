@@ -39,7 +39,7 @@ def feed_forward_backward(rank: Rank, *, experts: bool) -> list[Item]:
 
 def expert_tokens(rank: Rank, experts: Experts, *, slowest: bool) -> int:
     """Token copies that each local expert receives: of the busiest rank, or on average."""
-    mean = rank.rows * experts.top_k * rank.plan.expert / experts.experts
+    mean = rank.rows * experts.top_k * rank.cut.expert / experts.experts
     return max(round(mean * (rank.imbalance if slowest else 1.0)), 1)
 
 
@@ -49,7 +49,7 @@ def _activation(rank: Rank, name: str, rows: int, width: int, backward: bool = F
 
 
 def _dense(rank: Rank, width: int) -> list[Item]:
-    model, tensor = rank.scenario.model_description, rank.plan.tensor
+    model, tensor = rank.scenario.model_description, rank.cut.tensor
     part, ups = max(width // tensor, 1), model.matrices - 1
     return [
         *column(rank, "up", DENSE, ups * part, model.hidden),
@@ -59,7 +59,7 @@ def _dense(rank: Rank, width: int) -> list[Item]:
 
 
 def _dense_backward(rank: Rank, width: int) -> list[Item]:
-    model, tensor = rank.scenario.model_description, rank.plan.tensor
+    model, tensor = rank.scenario.model_description, rank.cut.tensor
     part, ups = max(width // tensor, 1), model.matrices - 1
     repeats = rank.scenario.recompute.repeats("activation")
     return [
@@ -129,7 +129,7 @@ def _exchange(rank: Rank, name: str, way: str) -> Communicate:
 
 def _product(rank: Rank, name: str, experts: Experts, n: int, k: int, *, weights: bool = False) -> Compute:
     """One grouped product over the local experts, of the busiest rank and of the mean one."""
-    groups = experts.experts // rank.plan.expert
+    groups = experts.experts // rank.cut.expert
 
     def call(slowest: bool) -> Kernel:
         m = expert_tokens(rank, experts, slowest=slowest)
@@ -149,7 +149,7 @@ def _grouped_backward(rank: Rank, name: str, experts: Experts, n: int, k: int) -
         *_quantised(rank, name, experts, n),
         _product(rank, f"{name}.dgrad", experts, k, n),
         _product(rank, f"{name}.wgrad", experts, n, k, weights=True),
-        accumulate(f"{name}.wgrad", EXPERTS, n * experts.experts // rank.plan.expert, k),
+        accumulate(f"{name}.wgrad", EXPERTS, n * experts.experts // rank.cut.expert, k),
     ]
 
 

@@ -19,12 +19,12 @@ def column(rank: Rank, name: str, kind: str, n: int, k: int) -> list[Item]:
 def row(rank: Rank, name: str, kind: str, n: int, k: int) -> list[Item]:
     """Input columns split (``k`` on this rank); partial sums are reduced."""
     items = linear(name, kind, rank.tokens, n, k, rank.linear_dtype)
-    if rank.plan.tensor == 1:
+    if rank.cut.tensor == 1:
         return items
     if rank.scenario.overlap.tensor == "full" and rank.sequence_parallel:
         # The reduction follows the product tile by tile: all but the last share runs beneath it.
         whole = rank.tokens * n * 2.0
-        last = whole / rank.plan.tensor
+        last = whole / rank.cut.tensor
         early = Communicate(
             f"{name}.reduce", KIND, "reduce_scatter", "tensor", whole - last, until=f">{name}"
         )
@@ -45,7 +45,7 @@ def column_backward(rank: Rank, name: str, kind: str, n: int, k: int) -> list[It
     reduced.  Unless overlap is off, the gather runs beneath dgrad and the reduction beneath wgrad, as
     Megatron-LM does."""
     dx, dw = backward_linear(name, kind, rank.tokens, n, k, rank.linear_dtype)
-    if rank.plan.tensor == 1:
+    if rank.cut.tensor == 1:
         return [*dx, *dw]
     beneath = rank.scenario.overlap.tensor != "none"
     items: list[Item] = []
@@ -68,7 +68,7 @@ def _pipelined(rank: Rank, name: str, collective: Collective, width: int, until:
     whole = rank.tokens * width * 2.0
     if rank.scenario.overlap.tensor != "full":
         return [Communicate(name, KIND, collective, "tensor", whole)]
-    first = whole / rank.plan.tensor
+    first = whole / rank.cut.tensor
     return [
         Communicate(f"{name}.first", KIND, collective, "tensor", first),
         Communicate(name, KIND, collective, "tensor", whole - first, until=until),

@@ -19,25 +19,25 @@ class Rank:
     """
 
     scenario: Scenario
-    plan: Plan
+    cut: Plan
 
     @cached_property
     def tokens(self) -> int:
         """Tokens of a microbatch on this context rank."""
         batch = self.scenario.batch
-        return batch.sequences_per_microbatch * batch.sequence_tokens // self.plan.context
+        return batch.sequences_per_microbatch * batch.sequence_tokens // self.cut.context
 
     @cached_property
     def rows(self) -> int:
         """Tokens in norms, residuals and router: divided over tensor ranks if sequence parallel."""
         if self.scenario.layout.sequence_parallel:
-            return self.tokens // self.plan.tensor
+            return self.tokens // self.cut.tensor
         return self.tokens
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether norms and residuals are split over tensor ranks."""
-        return self.scenario.layout.sequence_parallel and self.plan.tensor > 1
+        return self.scenario.layout.sequence_parallel and self.cut.tensor > 1
 
     @cached_property
     def keys_mean(self) -> int:
@@ -59,7 +59,7 @@ class Rank:
         """
         if self.scenario.layout.context_split == "zigzag":
             return self.keys_mean
-        ranks = self.plan.context
+        ranks = self.cut.context
         return self.scenario.batch.sequence_tokens * (2 * ranks - 1) // (2 * ranks)
 
     @property
@@ -73,7 +73,7 @@ class Rank:
         experts = self.scenario.model_description.experts
         if experts is None:
             return 1.0
-        return expert_imbalance(self.scenario.routing, experts.experts, self.plan.expert)
+        return expert_imbalance(self.scenario.routing, experts.experts, self.cut.expert)
 
 
 def expert_imbalance(routing: Routing, experts: int, ranks: int) -> float:

@@ -54,11 +54,11 @@ def index_loss(rank: Rank, shape: Latent) -> list[Item]:
     tokens, chosen = rank.tokens, _chosen(rank)
     mass = kernel(
         "attention_mass", "bf16", rank.scenario.kernels.attention_implementation,
-        rows=tokens, heads=shape.heads // rank.plan.tensor, qk_dim=shape.kv_width, top_k=chosen,
+        rows=tokens, heads=shape.heads // rank.cut.tensor, qk_dim=shape.kv_width, top_k=chosen,
         keys=rank.keys_seen,
     )  # fmt: skip
     items: list[Item] = [Compute("loss.teacher", LOSS, mass)]
-    if rank.plan.tensor > 1:  # the teacher's probabilities are a sum over all heads
+    if rank.cut.tensor > 1:  # the teacher's probabilities are a sum over all heads
         whole = tokens * chosen * 4.0
         items.append(Communicate("loss.reduce", "tensor comm", "all_reduce", "tensor", whole))
     items.append(stream("loss.target", "index_target", _rows(rank), chosen, LOSS))
@@ -78,8 +78,8 @@ def index_backward(rank: Rank, shape: Latent) -> list[Item]:
     ]
     if rank.scenario.selection.scoring_dtype == "fp8":
         items.append(stream("loss.unscale", "index_unscale", tokens, width, LOSS))
-    if rank.plan.context > 1:  # gradients of the gathered index keys go back to their owners, in fp32
-        whole = rank.tokens * rank.plan.context * indexer.head_dim * 4.0
+    if rank.cut.context > 1:  # gradients of the gathered index keys go back to their owners, in fp32
+        whole = rank.tokens * rank.cut.context * indexer.head_dim * 4.0
         until = "end" if rank.scenario.overlap.context else ""
         items.append(
             Communicate("loss.reduce", "context comm", "reduce_scatter", "context", whole, until=until)
@@ -121,12 +121,12 @@ def _indexer(rank: Rank) -> Indexer:
 def _rows(rank: Rank) -> int:
     """Rows that one rank selects for."""
     shared = rank.scenario.selection.shard_rows
-    return max(rank.tokens // rank.plan.tensor, 1) if shared else rank.tokens
+    return max(rank.tokens // rank.cut.tensor, 1) if shared else rank.tokens
 
 
 def _shared(rank: Rank, name: str, row_bytes: float) -> list[Item]:
     """Rows that tensor ranks worked out for each other, gathered."""
-    if not rank.scenario.selection.shard_rows or rank.plan.tensor == 1:
+    if not rank.scenario.selection.shard_rows or rank.cut.tensor == 1:
         return []
     return [Communicate(name, "tensor comm", "all_gather", "tensor", rank.tokens * row_bytes)]
 
@@ -188,7 +188,7 @@ def _fused(rank: Rank, visible: int, top_k: int, scored: dict[str, int]) -> list
     scanned = {"scanned": max(round(visible * (1 - skipped)), 1)} if skipped else {}
     shape = {"rows": rows, "keys": visible, "top_k": top_k, **scored, **scanned}
     # A zig-zag rank's rows see as many keys, from few to all, as those of the whole sequence.
-    zigzag = rank.plan.context == 1 or rank.scenario.layout.context_split == "zigzag"
+    zigzag = rank.cut.context == 1 or rank.scenario.layout.context_split == "zigzag"
     regime = f"{options.scores}, causal" if zigzag else options.scores
     return [("hytopk", kernel("hytopk", options.scoring_dtype, "", regime, **shape), 1)]
 

@@ -1,6 +1,7 @@
 """Sparse attention against plain softmax written out, and its gradients against finite differences."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from hyscale_ref.attention import (
     sparse_mla,
     sparse_mla_gradients,
 )
-from hyscale_ref.differences import numeric_gradient
 
 Array = NDArray[Any]
+Gradient = Callable[..., Array]
 
 
 def assert_close(analytic: Array, numeric: Array) -> None:
@@ -62,7 +63,7 @@ def test_output_is_the_softmax_average(seed: int, heads: tuple[int, int], K: int
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_gradients_are_finite_differences(groups: int, with_sink: bool) -> None:
+def test_gradients_are_finite_differences(groups: int, with_sink: bool, numeric_gradient: Gradient) -> None:
     rng = np.random.default_rng(groups)
     T, S, Hq, D, Dv, K = 4, 6, 4, 3, 2, 4
     q, k = rng.standard_normal((T, Hq, D)), rng.standard_normal((S, groups, D))
@@ -84,7 +85,7 @@ def test_gradients_are_finite_differences(groups: int, with_sink: bool) -> None:
         assert_close(dsink, numeric_gradient(lambda x: loss(q, k, v, x), sink))
 
 
-def test_latent_attention_and_its_gradients() -> None:
+def test_latent_attention_and_its_gradients(numeric_gradient: Gradient) -> None:
     rng = np.random.default_rng(0)
     T, S, Hq, D, Dv, K = 3, 6, 4, 5, 3, 4
     q, latent = rng.standard_normal((T, Hq, D)), rng.standard_normal((S, D))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hyscale_ref.attention import attention_probabilities
-from hyscale_ref.differences import numeric_gradient
 from hyscale_ref.loss import attention_target, indexer_loss, selected_score_gradients, selected_scores
 from hyscale_ref.scores import indexer_scores
 
 Array = NDArray[Any]
+Gradient = Callable[..., Array]
 
 
 def assert_close(analytic: Array, numeric: Array) -> None:
@@ -36,7 +36,9 @@ def problem(seed: int) -> tuple[Array, Array, Array]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.1, 3), st.floats(0.1, 5))
-def test_loss_is_the_divergence_and_its_gradient(seed: int, coefficient: float, temperature: float) -> None:
+def test_loss_is_the_divergence_and_its_gradient(
+    numeric_gradient: Gradient, seed: int, coefficient: float, temperature: float
+) -> None:
     target, scores, indices = problem(seed)
     keywords = {"coefficient": coefficient, "temperature": temperature}
     got = indexer_loss(target, scores, indices, **keywords)
@@ -85,7 +87,7 @@ def test_a_row_without_attention_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_selected_scores_are_the_scores_at_the_indices(scaled: bool) -> None:
+def test_selected_scores_are_the_scores_at_the_indices(scaled: bool, numeric_gradient: Gradient) -> None:
     rng = np.random.default_rng(0)
     q, k, w = rng.standard_normal((4, 3, 5)), rng.standard_normal((7, 5)), rng.standard_normal((4, 3))
     k_scale = rng.random(7) + 0.5 if scaled else None

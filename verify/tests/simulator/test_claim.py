@@ -16,11 +16,11 @@ from hyscale_simulator.claim import (
     baseline_case,
     closed_form,
     crossover,
-    length_scenario,
     public_kernels,
     required_share,
 )
 from hyscale_simulator.evaluate import evaluator
+from hyscale_simulator.scenario import length_scenario
 from hyscale_simulator.switches import BASELINES
 from hyscale_simulator.uncertainty import relative_errors, speedup_band
 

@@ -109,10 +109,11 @@ GLM = {
     "indexer": {"heads": 32, "head_dim": 128, "top_k": 2048},
 }  # fmt: skip
 SELECTIONS = {
-    "materialised": {"table": True, "scorer": "deepgemm", "selector": "flashinfer", "scoring_dtype": "fp8"},
+    "materialised": {"table": True, "scorer": "deepgemm", "selector": "flashinfer", "scoring_dtype": "fp8",
+                     "table_rows": 32768},
     "hytopk": {"table": False, "scoring_dtype": "fp8"},
     "hytopk+replay": {"table": False, "scoring_dtype": "fp8", "record": "packed"},
-}
+}  # fmt: skip
 
 
 def measured(mode: str, gpus: int = 1, tokens: int = 65536) -> Scenario:
@@ -251,10 +252,8 @@ RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "train_step.js
 
 @pytest.mark.skipif(not RECORDED.exists(), reason=f"no measured steps: {RECORDED.name}")
 def test_measured_steps_are_predicted_from_kernel_profiles() -> None:
-    """Each step within 10 %, each speed-up within 5 %; attention, half of a step, within 10 % by itself.
-
-    Peak memory within 6 %: it is 5.5 % more than predicted at 221,184 tokens, the longest step that fits.
-    """
+    """Each step within 10 %, each speed-up within 5 %; attention, half of a step, within 10 % by itself; peak
+    memory within 2 %."""
     rows = compare_measured(RECORDED)
     assert len(rows) >= 6
     assert within(rows), [(row.step.mode, row.step.sequence, row.error_pct) for row in rows]
@@ -264,4 +263,4 @@ def test_measured_steps_are_predicted_from_kernel_profiles() -> None:
             took, expected = parts[name]
             assert expected == pytest.approx(took, rel=0.1), (row.step.mode, name)
         assert sum(row.predicted_parts.values()) == pytest.approx(1e3 * row.predicted_s)
-        assert row.predicted_bytes == pytest.approx(row.step.peak_bytes, rel=0.06)
+        assert row.predicted_bytes == pytest.approx(row.step.peak_bytes, rel=0.02)

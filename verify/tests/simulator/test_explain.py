@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from hyscale_simulator import validation
 from hyscale_simulator.commands import validate
 from hyscale_simulator.descriptions import DescriptionError
 from hyscale_simulator.evaluate import evaluate
 from hyscale_simulator.explain_commands import explain
 from hyscale_simulator.measured_steps import compare_measured, read_steps, speedups, within
 from hyscale_simulator.scenario import Scenario, load
+from hyscale_simulator.validation import Comparison, KernelComparison, MemoryComparison, Validation
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +207,19 @@ def test_a_bad_record_names_line_and_field(tmp_path: Path, changes: dict[str, An
 
 
 def test_validate_holds_measured_steps_to_their_targets(
-    tmp_path: Path, predicted: dict[str, float], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    predicted: dict[str, float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Beside published figures that are met: they are held to their targets in test_validation."""
+    step = evaluate(load("glm-5.1-1m-512xh20"))
+    published = Validation(
+        [Comparison(str(s), "", True, s, 1.01 * s, step) for s in (1.0, 2.0, 3.0)],
+        [MemoryComparison("m", "", 10.0, 10.0)],
+        [KernelComparison("k", (1.0, 1.0), 1.0, "ms")],
+    )
+    monkeypatch.setattr(validation, "validate", lambda _: published)
     path, out = tmp_path / "train_step.jsonl", tmp_path / "v.json"
 
     def measure(factor: float) -> None:
@@ -215,6 +228,7 @@ def test_validate_holds_measured_steps_to_their_targets(
 
     measure(1.04)
     assert within(compare_measured(path))
+    assert validate(["--steps", str(path)]) == 0
     measure(1.2)
     assert not within(compare_measured(path))
     assert validate(["--steps", str(path), "--json", str(out)]) == 1

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyscale_simulator.kernels import OPS, Kernel, kernel, record_bits
-from hyscale_simulator.measured_steps import DEEPGEMM_TABLE_BYTES
 
 
 class Counter:
@@ -200,9 +199,3 @@ def test_work_never_shrinks_with_size(op: str, axis: str) -> None:
     large_cost = Kernel(op, "bf16", tuple(sorted((shape | {axis: 512}).items()))).cost
     assert large_cost.tensor_flops >= small_cost.tensor_flops
     assert large_cost.vector_slots >= small_cost.vector_slots
-
-
-def test_deepgemm_s_table_is_the_layer_s() -> None:
-    from hyscale_kernels.baselines.rivals import TABLE_BYTES
-
-    assert DEEPGEMM_TABLE_BYTES == TABLE_BYTES

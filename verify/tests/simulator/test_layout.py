@@ -81,7 +81,7 @@ def test_every_layer_is_on_exactly_one_stage(stages: int, virtual: int, schedule
     )
     placed = sorted(layer for stage in range(stages) for layer in cut.layers_of(stage))
     assert placed == list(range(78))
-    sizes = [len(chunk) for chunk in cut.chunks]
+    sizes = [len(piece) for piece in cut.pieces]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes)  # the last holds the head
 

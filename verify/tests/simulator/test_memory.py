@@ -5,9 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyscale_simulator.layout import plan
-from hyscale_simulator.memory import activation_bytes, kept_bytes, memory, parameters_of, what_would_fit
+from hyscale_simulator.memory import (
+    CONTEXT_BYTES,
+    activation_bytes,
+    kept_bytes,
+    memory,
+    parameters_of,
+    what_would_fit,
+)
 from hyscale_simulator.published import sources
-from hyscale_simulator.scenario import load
+from hyscale_simulator.scenario import Scenario, load
 from hyscale_simulator.validation import compare_memory
 from hyscale_simulator.work import Rank, layer_kind
 from hyscale_simulator.work.selection import record_bytes
@@ -129,3 +136,63 @@ def test_a_table_that_the_rest_of_the_layer_needs_the_room_of_adds_nothing() -> 
     bounded = GLM.with_(**{"selection.table": True, "selection.selector": "flashinfer"})
     assert dict(memory(bounded).items)["score table"] == 0
     assert memory(bounded).peak_bytes <= memory(GLM).peak_bytes
+
+
+def eager(tokens: int, **changes: object) -> Scenario:
+    """Four dense layers on one GPU, recomputed, as PyTorch runs them operator by operator."""
+    model = {
+        "name": "small", "source": "test", "layers": 4, "hidden": 1024, "vocabulary": 256,
+        "feed_forward": 4096,
+        "attention": {"kind": "grouped", "heads": 8, "kv_heads": 8, "head_dim": 128},
+    }  # fmt: skip
+    fields = {
+        "name": "eager", "model": model, "cluster": "h200-64x8", "gpus": 1,
+        "batch": {"sequence_tokens": tokens, "sequences_per_step": 1},
+        "kernels": {"framework": "eager", "fused_cross_entropy": False},
+    }  # fmt: skip
+    return Scenario.model_validate(fields).with_(**changes)
+
+
+def held_parameters(scenario: Scenario) -> float:
+    return sum(parameters_of(Rank(scenario, plan(scenario)), 0))
+
+
+def test_gradients_that_are_made_when_due_give_way_to_inputs() -> None:
+    """Short sequences are fullest in the first layer, with the gradients of the others; long ones in the
+    last, with the inputs of all."""
+    short, long = dict(memory(eager(1024)).items), dict(memory(eager(2**20)).items)
+    layer = eager(1024).model_description.dense_parameters(0)
+    assert (short["gradients"], long["gradients"]) == (3 * 4 * layer, 0)
+    assert (short["activations"], long["activations"]) == (2 * 1024 * 1024, 4 * 2 * 2**20 * 1024)
+    # Of two microbatches the first leaves its gradients behind.
+    twice = eager(1024, **{"batch.sequences_per_step": 2})
+    assert dict(memory(twice).items)["gradients"] == 4 * held_parameters(twice)
+
+
+@given(tokens=st.integers(1, 2**20))
+def test_no_moment_of_an_eager_step_is_fuller_than_its_peak(tokens: int) -> None:
+    """Every layer's moment by hand: what is before it keeps inputs, what is behind it left gradients."""
+    scenario = eager(tokens)
+    model, held = scenario.model_description, memory(scenario)
+    layer = model.dense_parameters(0)
+    rank = Rank(scenario, plan(scenario))
+    running = activation_bytes(rank, layer_kind(rank, 0)) + 2 * 2 * tokens * 4096 + 2 * layer
+    moments = [2 * tokens * 1024 * (at + 1) + 4 * layer * (3 - at) for at in range(4)]
+    logits = 6 * min(tokens, 4096) * 256
+    whole = running + max(moments) + 12 * held_parameters(scenario) + logits + CONTEXT_BYTES
+    assert held.peak_bytes == pytest.approx(whole)
+
+
+def test_weights_in_the_optimizers_format_are_copied_for_the_layer_that_runs() -> None:
+    scenario = eager(2**20)
+    layer = scenario.model_description.dense_parameters(0)
+    assert dict(memory(scenario).items)["weights"] == 2 * layer
+    kept = scenario.with_(**{"recompute.policy": "none"})
+    assert dict(memory(kept).items)["weights"] == 4 * 2 * layer
+
+
+def test_gradients_inside_a_feed_forward_join_its_activations() -> None:
+    """At its activation function gate, up and silu(gate) are held, and the gradients of silu(gate), of up and
+    of their product; that product itself is no longer."""
+    items = dict(memory(eager(2**20)).items)
+    assert items["inner gradients"] == 2 * 2 * 2**20 * 4096

@@ -115,30 +115,24 @@ WAYS = ("gather", "point_to_point", "dispatch", "combine", "all_gather", "reduce
 
 @given(scenario=scenarios(), faster=st.sampled_from(KINDS + WAYS), factor=st.sampled_from([0.0, 0.3, 0.9]))
 @settings(max_examples=200, deadline=None)
-def test_a_faster_kernel_or_collective_never_slows_the_step(
+def test_a_faster_kernel_or_collective_or_network_never_slows_the_step(
     scenario: Scenario, faster: str, factor: float
 ) -> None:
     """But for what a shorter overlap changes in which kernels lose SMs, which no schedule can exclude."""
     scenario = scenario.with_(**{"overlap.communication_sms": 0})
-    assert evaluate(scenario, scale=((faster, factor),)).step_ns <= evaluate(scenario).step_ns
-
-
-@given(scenario=scenarios())
-@settings(max_examples=200, deadline=None)
-def test_more_network_bandwidth_never_slows_the_step(scenario: Scenario) -> None:
+    base = evaluate(scenario).step_ns
+    assert evaluate(scenario, scale=((faster, factor),)).step_ns <= base
     cluster = scenario.cluster_description
-    better = cluster.model_copy(update={"nic_gbit_per_s": 2 * cluster.nic_gbit_per_s})
-    scenario = scenario.with_(**{"overlap.communication_sms": 0})
-    faster = scenario.model_copy()
-    faster.__dict__["cluster_description"] = better
-    assert evaluate(faster).step_ns <= evaluate(scenario).step_ns
+    wider = scenario.model_copy()
+    wider.__dict__["cluster_description"] = cluster.model_copy(
+        update={"nic_gbit_per_s": 2 * cluster.nic_gbit_per_s}
+    )
+    assert evaluate(wider).step_ns <= base
 
 
 def test_doubling_every_duration_doubles_the_step() -> None:
     once = evaluate(GLM)
-    graph = once.step.graph
     twice = evaluator()(GLM, perturb=lambda g: g.with_durations(2 * g.duration_ns))
-    assert graph is not None
     assert twice.step_ns == 2 * once.step_ns
 
 

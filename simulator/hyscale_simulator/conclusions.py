@@ -12,7 +12,8 @@ from hyscale_simulator.claim import (
     PublicKernel,
     required_share,
 )
-from hyscale_simulator.sensitivity import Curve, Point, tokens_label
+from hyscale_simulator.scenario import tokens_label
+from hyscale_simulator.sensitivity import Curve, Point
 
 __all__ = ["Claim", "gain_range", "state"]
 
@@ -34,29 +35,38 @@ def state(
     curves: Sequence[Curve],
 ) -> tuple[Claim, ...]:
     """Every claim, with the figures of this run."""
+    of_lengths = [
+        Claim(
+            f"HyTopK pays {_above(c)} against baseline {c.baseline.letter}'s selection.",
+            ", ".join(f"{tokens_label(tokens)} {ratio:.2f}x" for tokens, ratio in c.ratios),
+            "a race on one GPU that crosses elsewhere by more than a factor of two",
+        )
+        for c in crossovers
+    ]
+    return (*_of_baselines(headline, cases, kernels), *of_lengths, *_of_conditions(headline, curves))
+
+
+def _of_baselines(
+    headline: BaselineCase, cases: Sequence[BaselineCase], kernels: Sequence[PublicKernel]
+) -> list[Claim]:
+    """What holds of the baselines that the claim may have been taken from."""
     low, high = CLAIMED * (1 - TOLERANCE), CLAIMED * (1 + TOLERANCE)
     possible = [c for c in cases if c.possible]
     reach = [c for c in cases if low <= c.speedup <= high]
     never = [c for c in cases if c.gain_low is None]
     most_replay = max(cases, key=lambda c: c.replay_only)
     worst_form = max(cases, key=lambda c: abs(c.closed_form_error))
-    sharing = _point(curves, "index sharing", "21: GLM-5.2")
-    h200 = _point(curves, "GPU", "H200")
-    tensor = _point(curves, "tensor ranks", "8")
-    split = _point(curves, "context split", "contiguous")
-    selective = _point(curves, "recomputation", "selective")
     published = ", ".join(
         f"{tokens_label(k.tokens)}: {k.published_ms:.2f} to {k.published_fused_ms:.2f} ms, "
         f"{100 * (1 - k.published_fused_ms / k.published_ms):.0f} %"
         for k in kernels
     )
-    found = [
+    return [
         Claim(
-            f"Against baseline C with bf16 linear layers, HyTopK as profiled and replay give "
+            "Against baseline C with bf16 linear layers, HyTopK as profiled and replay give "
             f"{headline.speedup:.2f}x, not {CLAIMED:.2f}x.",
             f"simulated steps of {headline.before.step_time_s:.0f} and {headline.after.step_time_s:.0f} s; "
-            "two "
-            f"selections are {headline.share:.0%} of the baseline's kernels",
+            f"two selections are {headline.share:.0%} of the baseline's kernels",
             "a measured step of both modes on H20 whose ratio lies outside the predicted band",
         ),
         Claim(
@@ -66,26 +76,24 @@ def state(
             "a step that replay alone makes more than twice as fast, all else equal",
         ),
         Claim(
-            f"{CLAIMED:.2f}x needs two selections to be {required_share(CLAIMED, 1e9):.0%} of the "
-            "baseline's step "
-            f"even with a kernel that takes no time, and {required_share(CLAIMED, 2.0):.0%} with one twice "
-            "as fast.",
+            f"{CLAIMED:.2f}x needs two selections to be {required_share(CLAIMED, 1e9):.0%} of the baseline's "
+            f"step even with a kernel that takes no time, and {required_share(CLAIMED, 2.0):.0%} with one "
+            "twice as fast.",
             "1 / speed-up = 1 - share (1 - 1 / (2 gain)), without any model of the machine",
             f"a profile of a {CLAIMED:.2f}x run in which selection takes less of the baseline",
         ),
         Claim(
             "On an H20 scoring runs close to peak, so removing the score table by itself gains little.",
-            f"published on one H20 (vLLM RFC 53563, 64 heads, fp8): {published}; predicted gain of a pass "
-            "at 1M "
-            f"tokens: {headline.gain:.2f}x bf16, {_case(cases, 'E').gain:.2f}x fp8",
+            f"published on one H20 (vLLM RFC 53563, 64 heads, fp8): {published}; predicted gain of a pass at "
+            f"1M tokens: {headline.gain:.2f}x bf16, {_case(cases, 'E').gain:.2f}x fp8",
             "an exact kernel without pruning that is over 1.2x as fast as DeepGEMM + a radix top-k on an "
             "H20 at 1M",
         ),
         Claim(
             f"In the headline case {CLAIMED:.2f}x takes a kernel gain of {_gain(headline)}.",
             f"gain as profiled: {headline.gain:.2f}; what is published for whole prefills: 1.2 to 2.0 on "
-            "untrained "
-            "indexers, 1.7 to 3.3 on trained ones (FlashTopK), whose mechanism is skipping keys by a bound",
+            "untrained indexers, 1.7 to 3.3 on trained ones (FlashTopK), whose mechanism is skipping keys by "
+            "a bound",
             "2.07x measured against this baseline with a kernel gain below that",
         ),
         Claim(
@@ -113,21 +121,22 @@ def state(
             "baselines and precisions",
             "a difference above 3 %",
         ),
-        *[
-            Claim(
-                f"HyTopK pays {_above(c)} against baseline {c.baseline.letter}'s selection.",
-                ", ".join(f"{tokens_label(tokens)} {ratio:.2f}x" for tokens, ratio in c.ratios),
-                "a race on one GPU that crosses elsewhere by more than a factor of two",
-            )
-            for c in crossovers
-        ],
     ]
+
+
+def _of_conditions(headline: BaselineCase, curves: Sequence[Curve]) -> list[Claim]:
+    """What holds when one condition is another; nothing of a condition that has no such point."""
+    sharing = _point(curves, "index sharing", "21: GLM-5.2")
+    h200 = _point(curves, "GPU", "H200")
+    tensor = _point(curves, "tensor ranks", "8")
+    split = _point(curves, "context split", "contiguous")
+    selective = _point(curves, "recomputation", "selective")
+    found = []
     if sharing is not None and sharing.speedup is not None:
         found.append(
             Claim(
                 "The gain does not carry over to models that share indices: with GLM-5.2's 21 selecting "
-                "layers "
-                f"of 78 it is {sharing.speedup:.2f}x.",
+                f"layers of 78 it is {sharing.speedup:.2f}x.",
                 f"steps of {_seconds(sharing)} s",
                 "the full gain measured on GLM-5.2",
             )
@@ -136,12 +145,10 @@ def state(
         found.append(
             Claim(
                 f"A layout that selects more raises the ratio and slows the step: {split.speedup:.2f}x with "
-                "a "
-                f"contiguous context split, {tensor.speedup:.2f}x with 8 tensor ranks in place of context "
+                f"a contiguous context split, {tensor.speedup:.2f}x with 8 tensor ranks in place of context "
                 "ranks.",
                 f"steps of {_seconds(split)} s, and of {_seconds(tensor)} s; the last context rank scores "
-                "twice the "
-                "mean, and every tensor rank repeats its group's selection",
+                "twice the mean, and every tensor rank repeats its group's selection",
                 "a published baseline whose layout does neither",
             )
         )
@@ -149,11 +156,9 @@ def state(
         found.append(
             Claim(
                 "A gain measured on an H200 does not carry over to an H20 by one factor (here "
-                f"{h200.speedup:.2f}x "
-                f"and {headline.speedup:.2f}x).",
+                f"{h200.speedup:.2f}x and {headline.speedup:.2f}x).",
                 "the H20 has 15 % of the H200's tensor rate and 83 % of its memory rate: durations are "
-                "projected "
-                "term by term",
+                "projected term by term",
                 "equal kernel gains on both GPUs at every length",
             )
         )
@@ -165,7 +170,7 @@ def state(
                 "a baseline that selects once and still gains from replay",
             )
         )
-    return tuple(found)
+    return found
 
 
 def _point(curves: Sequence[Curve], axis: str, label: str) -> Point | None:

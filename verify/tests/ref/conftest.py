@@ -1,14 +1,15 @@
-"""Gradients by finite differences: the check of every analytic gradient in this package."""
+"""Gradients by finite differences, for the tests of every analytic gradient."""
 
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from hyscale_ref.arrays import Float64
 
 
-def numeric_gradient(f: Callable[[Float64], float], x: Float64, step: float = 1e-6) -> Float64:
-    """The gradient of f at x, element by element, by central differences.
+def by_central_differences(f: Callable[[Float64], float], x: Float64, step: float = 1e-6) -> Float64:
+    """The gradient of f at x, element by element.
 
     Off by about step**2 times a third derivative plus 1e-16 * |f| / step. Meaningless within ``step`` of a
     kink, such as relu's.
@@ -20,3 +21,9 @@ def numeric_gradient(f: Callable[[Float64], float], x: Float64, step: float = 1e
         down[i] -= step
         gradient[i] = (f(up) - f(down)) / (2 * step)
     return gradient
+
+
+@pytest.fixture(scope="session")
+def numeric_gradient() -> Callable[..., Float64]:
+    """The function above: `numeric_gradient(f, x)`."""
+    return by_central_differences
