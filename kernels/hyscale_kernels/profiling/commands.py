@@ -36,7 +36,8 @@ def show_command(
     points: Annotated[bool, typer.Option("--points", help="A row a point instead of a row an op.")] = False,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline plot: .png, .svg, .pdf.")] = None,
     context: Annotated[
-        Path | None, typer.Option(help="Draw HyTopK and a rival against context length: .png, .svg, .pdf.")
+        Path | None,
+        typer.Option(help="Draw HyTopK and a rival (random scores) by context length: .png, .svg, .pdf."),
     ] = None,
     as_json: Json = None,
 ) -> None:
@@ -53,12 +54,14 @@ def show_command(
             from . import length_plot
 
             try:
-                ratios = length_plot.plot(file, context, unread)
+                gains = length_plot.plot(file, context, unread)
             finally:
                 named(file, unread)
-        for dtype, places in ratios.items():
-            said = ", ".join(f"{ratio:.2f}x at {keys:,} keys" for keys, ratio in places)
-            Console(highlight=False, soft_wrap=True).print(f"{context}: HyTopK in {dtype} is {said}")
+        for gain in gains:
+            said = ", ".join(f"{ratio:.2f}x at {keys:,} keys" for keys, ratio in gain.places)
+            Console(highlight=False, soft_wrap=True).print(
+                f"{context}: HyTopK in {gain.dtype} is, against {gain.rival} on random scores, {said}"
+            )
         if roofline is None and as_json is None and not points and op is None:
             raise typer.Exit(EXIT_FAILED if unread else 0)
     with refusing():

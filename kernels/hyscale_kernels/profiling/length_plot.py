@@ -46,6 +46,15 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """How many times faster than ``rival`` HyTopK is, at each context length: (keys, ratio)."""
+
+    dtype: str
+    rival: str
+    places: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Curve:
     """A line of the picture: (keys, low, median, high) in microseconds a query."""
 
@@ -79,7 +88,7 @@ def from_file(path: Path, faults: list[str]) -> tuple[list[Timed], dict[str, flo
 
 
 def from_race(records: Iterable[dict[str, Any]]) -> list[Timed]:
-    """Records of random scores with every key visible, that passed their gate."""
+    """Records of random scores with every key visible, that passed their gate; others are passed over."""
     return [
         Timed(
             record["contender"], record["dtype"], record["rows"], record["keys"], record["time_utc"],
@@ -122,21 +131,22 @@ def added(who: str, dtype: str, *parts: ProfilePoint) -> Timed:
     )  # fmt: skip
 
 
-def plot(path: Path, out: Path, faults: list[str]) -> dict[str, list[tuple[int, float]]]:
-    """Draw the picture; returns (keys, how many times faster HyTopK is) by dtype. Bad lines go to ``faults``.
+def plot(path: Path, out: Path, faults: list[str]) -> list[Gain]:
+    """Draw the picture; returns what its lower half shows. Bad lines go to ``faults``.
 
     ValueError when the file has no shape that both HyTopK and a rival ran.
     """
     timed, rates = from_file(path, faults)
     rates = rates or FASTEST
-    curves, floors, ratios = [], {}, {}
+    curves, floors, gains = [], {}, []
     for dtype in DTYPES:
         ours, rivals = pairs(timed, dtype)
         colour, other = COLOURS[dtype]
         if rivals:
-            parts = ", sum of two parts timed apart" if rivals[0].parts > 1 else ", scores written"
-            curves.append(curve(f"{rivals[0].who}, {dtype}{parts}", other, "s", LINES[dtype], rivals))
-            ratios[dtype] = [(mine.keys, them.ms / mine.ms) for mine, them in zip(ours, rivals, strict=True)]
+            who, parts = rivals[0].who, ", sum of two parts timed apart" if rivals[0].parts > 1 else ""
+            curves.append(curve(f"{who}, {dtype}{parts}", other, "s", LINES[dtype], rivals))
+            ratios = [(mine.keys, them.ms / mine.ms) for mine, them in zip(ours, rivals, strict=True)]
+            gains.append(Gain(dtype, who, ratios))
         else:
             alone = (t for t in timed if t.who == OURS and t.dtype == dtype and t.rows >= LEAST_ROWS)
             ours = latest(alone)
@@ -145,16 +155,17 @@ def plot(path: Path, out: Path, faults: list[str]) -> dict[str, list[tuple[int, 
         if ours and dtype in rates:
             label = f"floor, {dtype}: products at {rates[dtype] / 1e12:,.0f} TFLOP/s"
             floors[label] = [(item.keys, floor_us(item.keys, dtype, rates[dtype])) for item in ours]
-    if not ratios:
+    if not gains:
         raise ValueError(
-            f"{path}: no shape of at least {LEAST_ROWS} queries that both HyTopK and a rival ran"
+            f"{path}: no shape of at least {LEAST_ROWS} queries that both HyTopK and a rival ran "
+            "on random scores with every key visible"
         )
     from . import figures
 
     title = "The 2,048 best keys of each query: 32 heads of 128, random scores\n(bands: p20 to p80)"
-    gains = [(dtype, COLOURS[dtype][0], LINES[dtype], places) for dtype, places in ratios.items()]
-    figures.context(curves, floors, gains, title, out)
-    return ratios
+    below = [(gain.dtype, COLOURS[gain.dtype][0], LINES[gain.dtype], gain.places) for gain in gains]
+    figures.context(curves, floors, below, title, out)
+    return gains
 
 
 def pairs(timed: Sequence[Timed], dtype: str) -> tuple[list[Timed], list[Timed]]:

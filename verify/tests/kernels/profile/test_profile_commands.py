@@ -453,7 +453,10 @@ def test_a_rival_in_two_parts_is_their_sum_at_the_same_shape(
     assert pairs(timed, "bf16") == ([], [])
     path = save(tmp_path / "p.jsonl", *points)
     assert profile(["show", str(path), "--context", str(tmp_path / "c.svg")]) == 0
-    assert "HyTopK in fp8 is 1.15x at 65,536 keys" in capsys.readouterr().out
+    assert (
+        "HyTopK in fp8 is, against deepgemm+flashinfer on random scores, 1.15x at 65,536 keys"
+        in capsys.readouterr().out
+    )
     assert "sum of two parts timed apart" in (tmp_path / "c.svg").read_text()
 
 
