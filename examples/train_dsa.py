@@ -22,6 +22,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from hyscale_ref.output import check_writable
+
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, StepResult, Trainer
 
@@ -88,11 +90,15 @@ def main(
     save_every: Annotated[int, Option(min=0, help="steps between checkpoints; 0: at the end alone")] = 0,
     resume: Annotated[Path | None, Option(help="checkpoint to go on from")] = None,
 ) -> None:
+    _writable("--save", save)
+    _writable("--jsonl", jsonl)
+    if save_every and save is None:
+        raise typer.BadParameter("needs --save, which says where", param_hint="--save-every")
     device = _device(device, preset)
     _prepare(device)
     import torch
 
-    from hyscale_kernels.training import PRESETS, CheckpointError
+    from hyscale_kernels.training import PRESETS, CheckpointError, NotSavedError
     from hyscale_kernels.training.ranks import torchrun_group
 
     changes: dict[str, Any] = {
@@ -111,11 +117,16 @@ def main(
     except (ValueError, TypeError, RuntimeError, FloatingPointError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        known = isinstance(error, ValueError | CheckpointError | FloatingPointError | OSError)
-        if not known and "process group" not in str(error):
+        if isinstance(error, FloatingPointError):
+            code = 1  # it diverged
+        elif isinstance(error, NotSavedError | OSError):
+            code = 3
+        elif isinstance(error, ValueError | CheckpointError) or "process group" in str(error):
+            code = 2
+        else:
             raise
         print(f"train_dsa: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise typer.Exit(code) from None
 
 
 def _train(
@@ -136,6 +147,19 @@ def _train(
     if resume is not None:
         training.load(trainer, resume)
     leads = context is None or context.rank == 0
+    if trainer.done > config.steps:
+        raise ValueError(
+            f"{resume} is of step {trainer.done}, and the run ends at step {config.steps}: give more --steps"
+        )
+    if trainer.done == config.steps:
+        if leads:
+            print(
+                f"train_dsa: nothing left to train: {resume} is of the last step, {trainer.done}",
+                file=sys.stderr,
+            )
+        if save is not None:
+            training.save(trainer, save)
+        return
     with _opened(log, leads) as stream, _progress(leads) as progress:
         if leads:
             header = {"schema": 1, "kind": "run", **environment("training", "layer"), **trainer.identity()}
@@ -197,6 +221,14 @@ def _note(result: "StepResult") -> str:
         f"{result.stage} loss {result.loss:.4f} KL {sum(result.kl):.4f} "
         f"{result.step_ms:.0f} ms {tokens:,.0f} bytes/s {result.peak_bytes / 2**30:.1f} GiB"
     )
+
+
+def _writable(option: str, path: Path | None) -> None:
+    """An error of usage, before any work, where a file could not be written."""
+    try:
+        check_writable(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _progress(leads: bool) -> Progress:

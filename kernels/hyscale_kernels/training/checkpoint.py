@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, and only for the run that they belong to."""
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,23 +13,29 @@ from torch import distributed
 from .trainer import Trainer
 
 SCHEMA = 1
+PARTS = {"identity": dict, "step": int, "model": dict, "optimizer": dict}
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or used for this run; the message says which and why."""
+    """A checkpoint that cannot be read, or used for this run; the message says which and why."""
+
+
+class NotSavedError(CheckpointError):
+    """A checkpoint that cannot be written."""
 
 
 def save(trainer: Trainer, path: Path) -> None:
     """Write the run's state to ``path``: first to a temporary file beside it, which then takes its name.
 
-    Rank 0 writes; every rank must call it. :class:`CheckpointError` on every rank where it cannot (a full
+    Rank 0 writes; every rank must call it. :class:`NotSavedError` on every rank where it cannot (a full
     disk, say): what was at ``path`` is then still there, and the temporary file is not.
     """
     fault = ""
     if trainer.context is None or trainer.context.rank == 0:
         try:
             _write(trainer, path)
-        except CheckpointError as error:
+        except NotSavedError as error:
             fault = str(error)
     if trainer.context is not None:
         faults: list[Any] = [fault]
@@ -38,7 +45,7 @@ def save(trainer: Trainer, path: Path) -> None:
         )
         fault = faults[0]
     if fault:
-        raise CheckpointError(fault)
+        raise NotSavedError(fault)
 
 
 def _write(trainer: Trainer, path: Path) -> None:
@@ -60,10 +67,10 @@ def _write(trainer: Trainer, path: Path) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: not saved: {why}. Free space for about {_size(state) / 2**20:.0f} MiB, or save "
-            "elsewhere; an earlier checkpoint at this path is untouched"
-        ) from error
+        full = not isinstance(error, OSError) or error.errno in FULL
+        space = f". Free space for about {_size(state) / 2**20:.0f} MiB, or save elsewhere" if full else ""
+        kept = "; the earlier checkpoint at this path is untouched" if path.exists() else ""
+        raise NotSavedError(f"{path}: not saved: {why}{space}{kept}") from error
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -78,9 +85,12 @@ def load(trainer: Trainer, path: Path) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no checkpoint") from None
     except Exception as error:  # a damaged archive shows as any of a dozen errors
-        raise CheckpointError(f"{path}: not a readable checkpoint: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path}: not a readable checkpoint, which training.save writes") from error
     if not isinstance(state, dict) or state.get("schema") != SCHEMA:
         raise CheckpointError(f"{path}: not a checkpoint of schema {SCHEMA}")
+    lacking = [name for name, kind in PARTS.items() if not isinstance(state.get(name), kind)]
+    if lacking:
+        raise CheckpointError(f"{path}: not a whole checkpoint: it has no {', no '.join(lacking)}")
     ours = trainer.identity()
     last = f"phases.{len(ours['phases']) - 1}.steps"
     found = [text for name, text in differences(state["identity"], ours) if name != last]

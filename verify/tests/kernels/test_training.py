@@ -22,6 +22,7 @@ from hyscale_kernels.profiling import captured as captures
 from hyscale_kernels.training import (
     PRESETS,
     CheckpointError,
+    NotSavedError,
     Phase,
     RunConfig,
     StepResult,
@@ -250,7 +251,7 @@ def test_another_text_or_number_of_ranks_is_refused(text: Text, run: tuple[list[
         load(trainer, run[1])
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "text", "other", "hollow"])
 def test_a_checkpoint_that_is_none(
     text: Text, run: tuple[list[StepResult], Path], tmp_path: Path, damage: str
 ) -> None:
@@ -259,6 +260,10 @@ def test_a_checkpoint_that_is_none(
         path.write_bytes(run[1].read_bytes()[:1000])
     elif damage == "other":
         torch.save({"weights": 1}, path)
+    elif damage == "hollow":
+        torch.save({"schema": 1, "step": "3"}, path)
+    elif damage == "text":
+        path.write_text("not an archive")
     with pytest.raises(CheckpointError, match=r"run\.pt: (there is no|not a)"):
         load(Trainer(TINY, text, CPU), path)
 
@@ -281,11 +286,13 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_alone(
     path.write_bytes(run[1].read_bytes())
     with (
         file_limit(10_000),
-        pytest.raises(CheckpointError, match=r"run\.pt: not saved: .*Free space for about"),
+        pytest.raises(NotSavedError, match=r"run\.pt: not saved: .*Free space for about .*earlier"),
     ):
         save(Trainer(TINY, text, CPU), path)
     assert path.read_bytes() == run[1].read_bytes()
     assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(NotSavedError, match=r"gone/run\.pt: not saved: No such file or directory$"):
+        save(Trainer(TINY, text, CPU), tmp_path / "gone" / "run.pt")
 
 
 # The script.
@@ -300,6 +307,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_alone(
         (["--selection", "materialised", "--recompute", "full+replay"], "'full+replay' with selection"),
         (["--resume", "nowhere.pt"], "nowhere.pt: there is no checkpoint"),
         (["--sequence", "100000"], "sequence: 100000; allowed with this text"),
+        (["--save", "nowhere/run.pt"], "nowhere/run.pt; its folder does not exist"),
+        (["--jsonl", "nowhere/log.jsonl"], "nowhere/log.jsonl; its folder does not exist"),
+        (["--save-every", "1"], "needs --save"),
     ],
 )
 def test_the_script_says_what_is_wrong(
@@ -309,6 +319,27 @@ def test_the_script_says_what_is_wrong(
     found = CliRunner().invoke(train.app, ["--device", "cpu", *options])
     assert found.exit_code == 2
     assert message in found.stderr
+
+
+def test_a_run_that_diverges_fails_and_one_that_is_done_is_saved_again(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, first, again = script("examples", "train_dsa", monkeypatch), tmp_path / "a.pt", tmp_path / "b.pt"
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+
+    def ask(*options: str) -> Any:
+        return CliRunner().invoke(train.app, ["--device", "cpu", *options])
+
+    diverged = ask("--warmup-steps", "0", "--learning-rate", "1e30")
+    assert (diverged.exit_code, "not finite" in diverged.stderr) == (1, True)
+    assert ask("--save", str(first)).exit_code == 0
+    done = ask("--resume", str(first), "--save", str(again))
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert f"nothing left to train: {first} is of the last step, 3" in done.stderr
+    assert torch.load(again, weights_only=True)["step"] == 3
+    short = ask("--resume", str(first), "--steps", "1")
+    assert short.exit_code == 2
+    assert "is of step 3, and the run ends at step 2: give more --steps" in short.stderr
 
 
 def test_torchrun_must_have_started_as_many_ranks_as_asked_for() -> None:
