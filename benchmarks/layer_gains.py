@@ -6,8 +6,8 @@
 
 GLM-5.1 (32 indexer heads, 64 query heads), DeepSeek-V3.2 (64 and 128) and DeepSeek-V4-Flash (keys compressed
 4:1, 512 of them selected), with random weights and normal inputs, fp8 indexer. Records go to
-benchmarks/results/layer_gains.jsonl: one line a model, length and mode, with milliseconds by part and peak
-memory above the weights and inputs.
+benchmarks/results/layer_gains.jsonl: one line a model, length and mode, with the milliseconds of the middle
+round (of two, the faster), by part, and peak memory above the weights and inputs.
 
 Time, as measured on an H200: a layer of 128K tokens takes 2.7 to 2.9 s for V3.2, 0.7 s for V4-Flash and 1.5
 to 1.7 s for GLM-5.1, half of that or less at 64K, in every mode, where DeepGEMM and FlashInfer are

@@ -29,7 +29,6 @@ EXTRAS = {
     "pydantic": "simulator",
     "pandas": "simulator",
     "matplotlib": "simulator",
-    "plotly": "simulator",
 }
 
 SUMMARIES = {

@@ -106,7 +106,8 @@ def _claim(study: ClaimStudy, console: Console) -> None:
             f"Published on one H20 at {tokens_label(kernel.tokens)} (fp8, 64 heads): "
             f"{kernel.published_ms:.2f} ms with a score table, {kernel.published_fused_ms:.2f} without "
             f"({100 * (1 - kernel.published_fused_ms / kernel.published_ms):.0f} % less): scoring is close "
-            f"to peak there. Predicted: {kernel.predicted_ms:.2f} and {kernel.predicted_fused_ms:.2f}.",
+            f"to peak there. Predicted: {kernel.predicted_ms:.2f}, and {kernel.predicted_fused_ms:.2f} for "
+            "HyTopK, which is another kernel.",
             highlight=False,
         )
     for item in study.claims:

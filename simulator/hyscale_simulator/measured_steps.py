@@ -22,6 +22,7 @@ from hyscale_simulator.scenario import Scenario
 from hyscale_simulator.work import Communicate, Item
 
 __all__ = [
+    "MEMORY_PCT",
     "SPEEDUP_PCT",
     "STEP_PCT",
     "MeasuredComparison",
@@ -33,8 +34,11 @@ __all__ = [
     "within",
 ]
 
-STEP_PCT, SPEEDUP_PCT = 10.0, 5.0
-"""What is demanded of each step, and of each speed-up."""
+STEP_PCT, SPEEDUP_PCT, MEMORY_PCT = 10.0, 5.0, 10.0
+"""What is demanded of each step, of each speed-up and of each peak of memory."""
+
+PARTS_TOLERANCE = 0.01
+"""How far a record's parts may add up to something else than its step."""
 
 Mode = Literal["materialised", "hytopk", "hytopk+replay"]
 
@@ -96,7 +100,7 @@ class MeasuredComparison:
     """A measured step and its prediction.
 
     predicted_parts: milliseconds by part as the trainer's timer names them; they add up to the prediction.
-    predicted_bytes: allocated at most, as PyTorch counts: without the CUDA context.  It is no target.
+    predicted_bytes: allocated at most, as PyTorch counts: without the CUDA context.
     """
 
     step: MeasuredStep
@@ -110,6 +114,11 @@ class MeasuredComparison:
     def error_pct(self) -> float:
         """Predicted over measured, minus one, in per cent."""
         return (self.predicted_s / (self.step.step_ms / 1e3) - 1) * 100
+
+    @property
+    def memory_error_pct(self) -> float:
+        """The same of the peak of memory."""
+        return (self.predicted_bytes / self.step.peak_bytes - 1) * 100
 
     def parts(self) -> list[tuple[str, float, float]]:
         """(part, measured ms, predicted ms): every part that either has, the largest first."""
@@ -128,6 +137,8 @@ def read_steps(path: Path) -> list[tuple[MeasuredStep, Scenario]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             found.append(_record(line, f"{path}: line {number}"))
+    if not found:
+        raise DescriptionError(f"{path}: holds no measured step; allowed: one record a line, or more")
     return found
 
 
@@ -152,6 +163,9 @@ def _record(line: str, origin: str) -> tuple[MeasuredStep, Scenario]:
     ):
         if stated != meant:
             raise DescriptionError(f"{origin}: {name} = {stated!r}, but config.scenario means {meant!r}")
+    total = sum(step.parts.values())
+    if step.parts and abs(total / step.step_ms - 1) > PARTS_TOLERANCE:
+        raise DescriptionError(f"{origin}: parts add up to {total:.1f} ms, but step_ms = {step.step_ms:.1f}")
     return step, executed(scenario, step.config.run)
 
 
@@ -221,7 +235,11 @@ def speedups(rows: Sequence[MeasuredComparison]) -> list[tuple[MeasuredCompariso
 
 
 def within(rows: Sequence[MeasuredComparison]) -> bool:
-    """Whether every step and every speed-up is predicted within its target."""
-    return all(abs(row.error_pct) <= STEP_PCT for row in rows) and all(
-        abs(predicted / measured - 1) * 100 <= SPEEDUP_PCT for _, measured, predicted in speedups(rows)
+    """Whether every step, every peak of memory and every speed-up is predicted within its target."""
+    return (
+        all(abs(row.error_pct) <= STEP_PCT for row in rows)
+        and all(abs(row.memory_error_pct) <= MEMORY_PCT for row in rows)
+        and all(
+            abs(predicted / measured - 1) * 100 <= SPEEDUP_PCT for _, measured, predicted in speedups(rows)
+        )
     )

@@ -6,7 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hyscale_simulator.measured_steps import SPEEDUP_PCT, STEP_PCT, MeasuredComparison, speedups, within
+from hyscale_simulator.measured_steps import (
+    MEMORY_PCT,
+    SPEEDUP_PCT,
+    STEP_PCT,
+    MeasuredComparison,
+    speedups,
+    within,
+)
 from hyscale_simulator.memory import GIB
 
 __all__ = ["record", "show"]
@@ -17,14 +24,14 @@ def show(rows: Sequence[MeasuredComparison], console: Console) -> None:
     gains = {id(row): (measured, predicted) for row, measured, predicted in speedups(rows)}
     table = _table(
         "measured step", "GPUs", "tokens", "measured s", "predicted s", "error %", "peak GiB", "predicted",
-        "speed-up", "predicted",
+        "error %", "speed-up", "predicted",
     )  # fmt: skip
     for row in rows:
         gain = (f"{value:.3f}" for value in gains.get(id(row), ()))
         table.add_row(
             row.step.mode, str(row.step.gpus), f"{row.step.sequence:,}", f"{row.step.step_ms / 1e3:.3f}",
             f"{row.predicted_s:.3f}", f"{row.error_pct:+.1f}", f"{row.step.peak_bytes / GIB:.1f}",
-            f"{row.predicted_bytes / GIB:.1f}", *gain,
+            f"{row.predicted_bytes / GIB:.1f}", f"{row.memory_error_pct:+.1f}", *gain,
         )  # fmt: skip
     console.print(table)
     for row in rows:
@@ -34,7 +41,10 @@ def show(rows: Sequence[MeasuredComparison], console: Console) -> None:
         for warning in row.warnings:
             console.print(f"  [yellow]{warning}[/yellow]")
     verdict = "[green]met[/green]" if within(rows) else "[red]missed[/red]"
-    console.print(f"steps within {STEP_PCT:g} %, speed-ups within {SPEEDUP_PCT:g} %: {verdict}")
+    console.print(
+        f"steps within {STEP_PCT:g} %, peak memory within {MEMORY_PCT:g} %, "
+        f"speed-ups within {SPEEDUP_PCT:g} %: {verdict}"
+    )
 
 
 def record(rows: Sequence[MeasuredComparison]) -> list[dict[str, Any]]:
@@ -47,7 +57,10 @@ def record(rows: Sequence[MeasuredComparison]) -> list[dict[str, Any]]:
             "name": row.step.mode, "gpus": row.step.gpus, "sequence": row.step.sequence,
             "measured": row.step.step_ms / 1e3, "predicted": row.predicted_s, "unit": "s",
             "error_pct": row.error_pct, "speedup": gains.get(id(row)),
-            "peak_gib": {"measured": row.step.peak_bytes / GIB, "predicted": row.predicted_bytes / GIB},
+            "peak_gib": {
+                "measured": row.step.peak_bytes / GIB, "predicted": row.predicted_bytes / GIB,
+                "error_pct": row.memory_error_pct,
+            },
             "parts": [
                 {"part": part, "measured_ms": measured, "predicted_ms": predicted}
                 for part, measured, predicted in row.parts()

@@ -222,11 +222,18 @@ def _mutants(
     return EXIT_HOLDS if all(fate.killed for fate in fates) else EXIT_FAILED
 
 
-def _doctor() -> int:
+def _doctor(
+    json: Annotated[Path | None, typer.Option(help="Write the findings here; - for standard output.")] = None,
+) -> int:
     """Show versions and devices, and what can run here and why not."""
     from hyscale_verify import doctor
 
-    return doctor.report(_output())
+    _writable("--json", json)
+    found = doctor.examined()
+    if json is not None:
+        write_json(json, found)
+    doctor.show(found, _output(json))
+    return doctor.verdict(found)
 
 
 def _device(name: str) -> str:

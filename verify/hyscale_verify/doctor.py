@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,35 +26,51 @@ PACKAGES = (
 )
 
 
-def report(console: Console) -> int:
-    """Print versions, devices and abilities; 0 where the suite can run on some device, else 3."""
-    console.print(f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
-    console.print(", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    for line in _devices():
+def examined() -> dict[str, Any]:
+    """Versions, devices, and what could be run with what stands in its way, null where nothing does."""
+    return {
+        "schema": 1,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": _devices(),
+        "obstacles": {what: obstacle or None for what, obstacle in _abilities().items()},
+    }
+
+
+def verdict(found: dict[str, Any]) -> int:
+    """0 where the suite can run on some device, else 3."""
+    return EXIT_ENVIRONMENT if all(found["obstacles"][name] for name in SUITE) else EXIT_HOLDS
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print what was found."""
+    console.print(f"Python {found['python']} on {found['platform']}, {found['cpus']} CPUs")
+    console.print(", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items()))
+    for line in found["devices"] or ["no torch, so no GPU can be seen"]:
         console.print(line)
     table = Table(box=None, pad_edge=False)
     for column in ("what", "runs here", "why"):
         table.add_column(column)
-    abilities = _abilities()
-    for what, obstacle in abilities.items():
-        table.add_row(what, "[red]no[/]" if obstacle else "[green]yes[/]", obstacle)
+    for what, obstacle in found["obstacles"].items():
+        table.add_row(what, "[red]no[/]" if obstacle else "[green]yes[/]", obstacle or "")
     console.print(table)
-    return EXIT_HOLDS if not all(abilities[name] for name in SUITE) else EXIT_ENVIRONMENT
 
 
 SUITE = ("hyscale verify --device cpu", "hyscale verify --device cuda")
 
 
-def _version(name: str) -> str:
+def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "missing"
+        return None
 
 
 def _devices() -> list[str]:
     if importlib.util.find_spec("torch") is None:
-        return ["no torch, so no GPU can be seen"]
+        return []
     import torch
 
     if not torch.cuda.is_available():

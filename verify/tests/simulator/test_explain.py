@@ -147,7 +147,7 @@ def line(mode: str, step_ms: float, **changes: Any) -> dict[str, Any]:
     scenario = one_gpu(mode == "hytopk+replay", mode == "materialised")
     return {
         "schema": 1, "commit": "0" * 40, "gpu": "NVIDIA H200", "gpus": 1, "sequence": 16384, "mode": mode,
-        "step_ms": step_ms, "parts": {}, "peak_bytes": 1, "loss": 1.0,
+        "step_ms": step_ms, "parts": {}, "peak_bytes": 10**10, "loss": 1.0,
         "config": {"scenario": scenario, "layers": 2}, **changes,
     }  # fmt: skip
 
@@ -196,6 +196,7 @@ def test_speedups_are_over_the_baseline_of_the_same_split(tmp_path: Path) -> Non
         ({"step_ms": -1.0}, "step_ms"),
         ({"extra": 1}, "extra"),
         ({"config": {}}, "config.scenario"),
+        ({"step_ms": 2.0, "parts": {"a": 1.0, "b": 1.1}}, "parts add up to 2.1 ms, but step_ms = 2.0"),
     ],
 )
 def test_a_bad_record_names_line_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -222,13 +223,21 @@ def test_validate_holds_measured_steps_to_their_targets(
     monkeypatch.setattr(validation, "validate", lambda _: published)
     path, out = tmp_path / "train_step.jsonl", tmp_path / "v.json"
 
-    def measure(factor: float) -> None:
-        records = [line(mode, 1e3 * seconds * factor) for mode, seconds in predicted.items()]
+    def measure(factor: float, memory: float = 1.0) -> None:
+        records = [
+            line(mode, 1e3 * seconds * factor, peak_bytes=int(memory * peaks[mode]))
+            for mode, seconds in predicted.items()
+        ]
         path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
 
-    measure(1.04)
+    peaks = dict.fromkeys(predicted, 10**10)
+    measure(1.0)
+    peaks = {row.step.mode: int(row.predicted_bytes) for row in compare_measured(path)}
+    measure(1.04, 0.95)
     assert within(compare_measured(path))
     assert validate(["--steps", str(path)]) == 0
+    measure(1.0, 1.2)
+    assert validate(["--steps", str(path)]) == 1
     measure(1.2)
     assert not within(compare_measured(path))
     assert validate(["--steps", str(path), "--json", str(out)]) == 1
@@ -240,8 +249,9 @@ def test_validate_refuses_a_bad_file_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train_step.jsonl"
-    path.write_text("nonsense\n", encoding="utf-8")
-    assert validate(["--steps", str(path)]) == 2
-    captured = capsys.readouterr()
-    assert "line 1: not JSON" in captured.err
-    assert captured.out == ""
+    for text, said in (("nonsense\n", "line 1: not JSON"), ("\n", "holds no measured step")):
+        path.write_text(text, encoding="utf-8")
+        assert validate(["--steps", str(path)]) == 2
+        captured = capsys.readouterr()
+        assert said in " ".join(captured.err.split())
+        assert captured.out == ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hyscale_verify import commands, runner
 from hyscale_verify.mutants import harness
@@ -230,6 +231,14 @@ def test_doctor_says_what_runs_and_why_not(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"hyscale simulate, explain, sweep, plan +yes", shown)
     for name in ("torch", "triton", "hypothesis", "numpy"):
         assert re.search(rf"{name} \d", shown)
+
+
+def test_doctor_writes_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["obstacles"]["hyscale verify --device cpu"] is None
+    assert "sees no CUDA device" in found["obstacles"]["hyscale verify --device cuda"]
 
 
 def test_doctor_without_torch_is_environment(
