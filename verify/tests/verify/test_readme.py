@@ -63,6 +63,20 @@ def test_selections_took_what_the_races_recorded(cells: list[str]) -> None:
             assert (times, other, gain) == ([None, None], "", "")
 
 
+@pytest.mark.parametrize("cells", table("shape"), ids=lambda cells: f"{cells[0]} {cells[1]}")
+def test_layers_took_what_is_recorded(cells: list[str]) -> None:
+    shape, tokens, *times, gain = cells
+    lines = (ROOT / "benchmarks/results/layer_gains.jsonl").read_text().splitlines()
+    here = {
+        record["mode"]: record["ms"]
+        for record in map(json.loads, lines)
+        if (record["model"], record["tokens"]) == (shape.lower(), int(tokens))
+    }
+    for mode, said in zip(("materialised", "hytopk", "hytopk+replay"), times, strict=True):
+        assert reads(here[mode], said), mode
+    assert reads(here["materialised"] / here["hytopk+replay"], gain)
+
+
 @pytest.mark.parametrize("cells", table("tokens"), ids=lambda cells: cells[0])
 def test_steps_took_what_is_recorded(cells: list[str]) -> None:
     tokens, gpus, *times, gain = cells
