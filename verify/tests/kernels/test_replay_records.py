@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,15 @@ def test_the_readme_s_table_is_the_record() -> None:
     rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in rest]
     times = {(record["call"], record["dtype"]): record for record in records() if record["claim"] == "time"}
     assert len(rows) == 5
-    for call, bf16, fp8, target, _ in rows:
+    for call, bf16, fp8, target, floors in rows:
         for dtype, printed in (("bf16", bf16), ("fp8", fp8)):
             if printed:
                 places = len(printed.partition(".")[2])
                 assert f"{times[call, dtype]['median_ms']:.{places}f}" == printed, (call, dtype)
         assert times[call, "bf16"]["target_ms"] == float(target)
+        recorded = {name.partition("_")[0]: ms for name, ms in times[call, "bf16"]["floor_ms"].items()}
+        for name, printed in re.findall(r"(\w+) ([\d.]+)", floors):
+            assert f"{recorded[name]:.{len(printed.partition('.')[2])}f}" == printed, (call, name)
 
 
 def test_the_selection_that_replay_saves_takes_what_the_profile_says() -> None:
