@@ -277,6 +277,27 @@ MUTANTS: tuple[Mutant, ...] = (
         PRUNE,
         "nan_never_selected",
     ),
+    _prune(
+        "bound_of_negative_weights",
+        "lowers = w < 0.0",
+        "lowers = w > 0.0",
+        "heads of positive weight are left out of a bound instead of those of negative weight",
+        PRUNE,
+    ),
+    _prune(
+        "bitmap_not_cleared",
+        "tl.store(p_word, 0, mask=o_w < words)",
+        "tl.store(p_word, 0, mask=o_w < 0)",
+        "a tile left out keeps the bits that its memory held before",
+        PRUNE,
+    ),
+    _prune(
+        "queries_of_the_first_chunk",
+        "rows = (row0 + o_r).to(tl.int64)",
+        "rows = o_r.to(tl.int64)",
+        "every chunk of rows is bounded by the queries and windows of the first",
+        PRUNE,
+    ),
     _scan(
         "share_rounded_down",
         "share = (length + tl.num_programs(1) - 1) // tl.num_programs(1)",
