@@ -10,8 +10,10 @@ import typer
 
 # NVLink multicast stays off: figures are of NCCL's other algorithms.
 FIXED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-MODES = ("materialised", "hytopk", "hytopk+replay")  # of a step; as training.records has them, without torch
 USUAL = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+# Of a step: those of hyscale_kernels.training.records, which imports torch.
+MODES = ("materialised", "hytopk", "hytopk+replay")
 
 
 def one_of(*allowed: str) -> Callable[[str | None], str | None]:

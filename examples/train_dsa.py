@@ -22,7 +22,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from hyscale_ref.output import check_writable
+from hyscale_kernels.profiling.environment import writable
+from hyscale_ref.command import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_USAGE
 
 if TYPE_CHECKING:
     from hyscale_kernels.training import RunConfig, StepResult, Trainer
@@ -90,8 +91,8 @@ def main(
     save_every: Annotated[int, Option(min=0, help="steps between checkpoints; 0: at the end alone")] = 0,
     resume: Annotated[Path | None, Option(help="checkpoint to go on from")] = None,
 ) -> None:
-    _writable("--save", save)
-    _writable("--jsonl", jsonl)
+    writable("--save", save)
+    writable("--jsonl", jsonl)
     if save_every and save is None:
         raise typer.BadParameter("needs --save, which says where", param_hint="--save-every")
     device = _device(device, preset)
@@ -118,11 +119,11 @@ def main(
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if isinstance(error, FloatingPointError):
-            code = 1  # it diverged
+            code = EXIT_FAILED  # it diverged
         elif isinstance(error, NotSavedError | OSError):
-            code = 3
+            code = EXIT_ENVIRONMENT
         elif isinstance(error, ValueError | CheckpointError) or "process group" in str(error):
-            code = 2
+            code = EXIT_USAGE
         else:
             raise
         print(f"train_dsa: {error}", file=sys.stderr)
@@ -223,14 +224,6 @@ def _note(result: "StepResult") -> str:
     )
 
 
-def _writable(option: str, path: Path | None) -> None:
-    """An error of usage, before any work, where a file could not be written."""
-    try:
-        check_writable(path)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-
-
 def _progress(leads: bool) -> Progress:
     columns = (
         SpinnerColumn(),
@@ -263,7 +256,7 @@ def _device(wanted: str | None, preset: str) -> str:
     needs = "--device cuda" if fits else f"--preset {preset}"
     found = "--device cpu is for tiny" if wanted == "cpu" else "PyTorch sees none on this machine"
     print(f"train_dsa: {needs} needs a GPU: {found}", file=sys.stderr)
-    raise typer.Exit(3)
+    raise typer.Exit(EXIT_ENVIRONMENT)
 
 
 def _prepare(device: str) -> None:

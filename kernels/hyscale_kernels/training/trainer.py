@@ -168,9 +168,9 @@ class Trainer:
         table = self.context.sum_over_ranks(table.nan_to_num(0)) / seen
         return {layer: Recall(*row) for layer, row in zip(sorted(found), table.tolist(), strict=True)}
 
-    def held_out(self, phase: Phase, number: int = 0) -> tuple[Batch, Rows]:
+    def held_out(self, phase: Phase) -> tuple[Batch, Rows]:
         """A sequence that is never trained on, and this rank's rows of it."""
-        batch = self._batch(phase, number, held_out=True)
+        batch = self._batch(phase, 0, held_out=True)
         return batch, self._rows(batch, phase)
 
     def _batch(self, phase: Phase, step: int, held_out: bool = False) -> Batch:

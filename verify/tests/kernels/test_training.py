@@ -573,6 +573,7 @@ def test_without_a_gpu_what_needs_one_says_so_in_a_line_and_is_not_run_on_the_cp
 
 def test_a_script_takes_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = script("benchmarks", "devices", monkeypatch)
+    assert devices.MODES == MODES
     for name in (*devices.FIXED, *devices.USUAL, "TRITON_INTERPRET"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))  # put back when the test ends
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -18,6 +18,8 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 
+MODES = ("materialised", "hytopk", "hytopk+replay")
+
 
 def reads(value: float, printed: str) -> bool:
     """Whether ``value``, rounded to as many places as are printed, is what is printed."""
@@ -63,16 +65,21 @@ def test_selections_took_what_the_races_recorded(cells: list[str]) -> None:
             assert (times, other, gain) == ([None, None], "", "")
 
 
+def by_mode(file: str, value: str, **which: object) -> dict[str, float]:
+    """``value`` of each mode's record with these fields; a record with a note is not quoted."""
+    lines = (ROOT / "benchmarks/results" / file).read_text(encoding="utf-8").splitlines()
+    return {
+        record["mode"]: record[value]
+        for record in map(json.loads, lines)
+        if "note" not in record and all(record[name] == wanted for name, wanted in which.items())
+    }
+
+
 @pytest.mark.parametrize("cells", table("shape"), ids=lambda cells: f"{cells[0]} {cells[1]}")
 def test_layers_took_what_is_recorded(cells: list[str]) -> None:
     shape, tokens, *times, gain = cells
-    lines = (ROOT / "benchmarks/results/layer_gains.jsonl").read_text().splitlines()
-    here = {
-        record["mode"]: record["ms"]
-        for record in map(json.loads, lines)
-        if (record["model"], record["tokens"]) == (shape.lower(), int(tokens))
-    }
-    for mode, said in zip(("materialised", "hytopk", "hytopk+replay"), times, strict=True):
+    here = by_mode("layer_gains.jsonl", "ms", model=shape.lower(), tokens=int(tokens))
+    for mode, said in zip(MODES, times, strict=True):
         assert reads(here[mode], said), mode
     assert reads(here["materialised"] / here["hytopk+replay"], gain)
 
@@ -80,14 +87,8 @@ def test_layers_took_what_is_recorded(cells: list[str]) -> None:
 @pytest.mark.parametrize("cells", table("tokens"), ids=lambda cells: cells[0])
 def test_steps_took_what_is_recorded(cells: list[str]) -> None:
     tokens, gpus, *times, gain = cells
-    lines = (ROOT / "benchmarks/results/train_step.jsonl").read_text().splitlines()
-    here = {
-        record["mode"]: record["step_ms"]
-        for record in map(json.loads, lines)
-        if (record["sequence"], record["gpus"]) == (int(tokens), int(gpus)) and "note" not in record
-    }
-    printed = dict(zip(("materialised", "hytopk", "hytopk+replay"), times, strict=True))
-    for mode, said in printed.items():
+    here = by_mode("train_step.jsonl", "step_ms", sequence=int(tokens), gpus=int(gpus))
+    for mode, said in zip(MODES, times, strict=True):
         assert reads(here[mode], said) if said else mode not in here, mode
     assert reads(here["materialised"] / here["hytopk+replay"], gain) if gain else "materialised" not in here
 
